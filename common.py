@@ -1,0 +1,265 @@
+"""What every script shares: flags from dataclasses, one-line errors, device and seeds, checkpoints, result records.
+
+Nothing here knows about models or data. The imports of the project point one way and this file is their root.
+
+    Flags       a frozen dataclass whose fields are made with flag(); parse() turns it into --snake_case options
+    Errors      raise UserError("what was wrong; what to do"): cli() prints that one line and exits with code 2
+    Files       every file appears whole or not at all (temporary name, fsync, rename)
+    Records     one JSON per run, the same keys from every script (see result_record)
+"""
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import typing
+from contextlib import contextmanager
+from pathlib import Path
+
+SCHEMA = 1                       # version of the result record
+CHECKPOINT_FORMAT = "nanoarms-1"  # first thing looked for in a checkpoint
+ROOT = Path(__file__).resolve().parent
+
+
+class UserError(Exception):
+    """A mistake of the user's: the message says in one line what was wrong and what to do."""
+
+
+def cli(main, argv=None):
+    """Run main(argv) as a command line program: a UserError or a failed file operation becomes one line and exit code 2."""
+    try:
+        code = main(argv)
+        sys.stdout.flush()
+        sys.exit(code or 0)
+    except UserError as err:
+        message = " ".join(str(err).split())
+    except BrokenPipeError:  # `| head` closed the pipe: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as err:
+        if err.filename is None:
+            raise
+        message = f"{err.filename}: {err.strerror}"
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# ---- flags ----
+
+def flag(default, help, choices=None, low=None, high=None):
+    """A dataclass field that is also a command line option.
+
+    choices: the allowed values. low, high: inclusive bounds of a number. The help text is shown with its default.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+class _Once(argparse.Action):
+    """Stores a value and refuses to store a second one."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        if hasattr(namespace, self.dest):
+            parser.error(f"{option_string} is given twice")
+        setattr(namespace, self.dest, value)
+
+
+class _OnceBool(argparse.BooleanOptionalAction):
+    def __call__(self, parser, namespace, value, option_string=None):
+        if hasattr(namespace, self.dest):
+            parser.error(f"{option_string} is given twice (or with its opposite)")
+        super().__call__(parser, namespace, value, option_string)
+
+
+def make_parser(description):
+    """An ArgumentParser whose mistakes are UserErrors and which takes no abbreviations."""
+    return _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                   formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def _number(kind):
+    def convert(text):
+        value = kind(text)
+        if kind is float and not math.isfinite(value):
+            raise ValueError
+        return value
+    convert.__name__ = {int: "whole number", float: "finite number"}[kind]  # argparse prints it: "invalid finite number value"
+    return convert
+
+
+def add_flags(parser, cls):
+    """Add an option for every field of the dataclass that was made with flag(); hyphens work for underscores."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if "help" not in f.metadata:
+            continue
+        names = list(dict.fromkeys(["--" + f.name, "--" + f.name.replace("_", "-")]))
+        shown = "" if f.default in (None, "") else f" (default: {f.default})"
+        kw = dict(dest=f.name, default=argparse.SUPPRESS, help=(f.metadata["help"] + shown).replace("%", "%%"))
+        if hints[f.name] is bool:
+            parser.add_argument(*names, action=_OnceBool, **kw)
+            continue
+        kind = next((k for k in (int, float) if hints[f.name] in (k, typing.Optional[k])), None)
+        parser.add_argument(*names, action=_Once, type=_number(kind) if kind else str,
+                            choices=f.metadata["choices"], metavar=None if f.metadata["choices"] else f.name.upper(), **kw)
+
+
+def check_bounds(config):
+    """Raise UserError when a field of the dataclass instance lies outside the choices or bounds of its flag()."""
+    for f in dataclasses.fields(config):
+        value, meta = getattr(config, f.name), f.metadata
+        if value is None or "help" not in meta:
+            continue
+        if meta["choices"] and value not in meta["choices"]:
+            raise UserError(f"--{f.name} {value}: choose one of {', '.join(map(str, meta['choices']))}")
+        if meta["low"] is not None and value < meta["low"]:
+            raise UserError(f"--{f.name} {value} is too small; the least is {meta['low']}")
+        if meta["high"] is not None and value > meta["high"]:
+            raise UserError(f"--{f.name} {value} is too large; the most is {meta['high']}")
+
+
+# ---- device, dtype, seeds ----
+
+def pick_device(name="auto"):
+    """torch.device for auto | cpu | cuda | cuda:N | mps; auto is cuda where there is one, else the CPU."""
+    import torch
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps: this torch has no MPS; use --device cpu")
+    return device
+
+
+def pick_dtype(name, device):
+    """torch.dtype for auto | float32 | bfloat16; auto is bfloat16 on CUDA, float32 elsewhere."""
+    import torch
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def derive_seed(*parts):
+    """A 63-bit seed from any printable parts, stable over runs, machines and Python versions."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "little") >> 1
+
+
+# ---- files ----
+
+@contextmanager
+def atomic_path(path):
+    """Yield a temporary path beside `path`; on success it is flushed to disk and renamed over `path`, else removed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, tmp = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(fd)
+    try:
+        yield Path(tmp)
+        with open(tmp, "rb+") as f:
+            os.fsync(f.fileno())
+        os.chmod(tmp, 0o666 & ~_umask())
+        os.replace(tmp, path)
+    finally:
+        Path(tmp).unlink(missing_ok=True)
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def finite(value):
+    """The same nested value with NaN and infinities replaced by None, so that strict JSON can hold it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_json(path, value):
+    """Write strict JSON (NaN becomes null), whole or not at all."""
+    with atomic_path(path) as tmp:
+        tmp.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def save_checkpoint(path, payload):
+    """torch.save of {"format": CHECKPOINT_FORMAT, **payload}, whole or not at all; payload holds tensors and plain values only."""
+    import torch
+    with atomic_path(path) as tmp:
+        torch.save({"format": CHECKPOINT_FORMAT, **payload}, tmp)
+
+
+def load_checkpoint(path, map_location="cpu"):
+    """Read a checkpoint without running any code in it. UserError when it is missing, truncated or not ours."""
+    import torch
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such checkpoint")
+    try:
+        payload = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception:  # torch raises half a dozen types for a broken archive
+        raise UserError(f"{path} is truncated or not a checkpoint; delete it or name another") from None
+    if not isinstance(payload, dict) or payload.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"{path} is a torch file but not a checkpoint of this project (no format {CHECKPOINT_FORMAT!r})")
+    return payload
+
+
+# ---- records ----
+
+def config_hash(config):
+    """8 hex digits of the sha256 of a JSON-able dict."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _git(*args):
+    try:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def env_record(device):
+    """What a stranger needs to repeat a run: versions, device, threads, git revision (and whether it was dirty), sources, command."""
+    import torch
+    sources = {p.name: hashlib.sha256(p.read_bytes()).hexdigest()[:12] for p in sorted(ROOT.glob("*.py"))}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor() or platform.machine())
+    return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform(),
+            "device": f"{device.type}: {name}", "threads": torch.get_num_threads(),
+            "git": _git("rev-parse", "HEAD"), "dirty": None if (s := _git("status", "--porcelain", "-uno")) is None else bool(s),
+            "sources": sources, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+
+
+def result_record(*, script, run, arm, status, config, depth, width, seed, params, steps, tokens, metrics, curve, timing, env):
+    """The one shape of a result file: what stats.py reads from every script.
+
+    status: finished | diverged | stopped. params: {"backbone", "oe", "total"}. curve: [[step, loss in nats], ...].
+    metrics: val_bpb, heldout_bpb (bits per byte), val_loss (nats per token), ... timing: train_s, tok_per_s, peak_mem_mib.
+    """
+    return {"schema": SCHEMA, **{k: v for k, v in locals().items()}}
+
+
+def peak_mem_mib(device):
+    """Peak memory in MiB: of the CUDA allocator on a GPU, else the resident set of the process (whole life)."""
+    import resource
+    import torch
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)

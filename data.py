@@ -1,0 +1,806 @@
+"""From a corpus to batches: documents, splits, BPE tokenizer, token stores, packing, bits per byte.
+
+    python data.py                                  the standard library of this Python, about 12 MB, no download
+    python data.py --corpus climbmix --shards 16    the corpus of the OE paper, from the Hugging Face hub
+    python data.py --corpus my_texts/ more.jsonl    your own text, jsonl (key "text"), parquet (column "text"), folders
+
+A store is a folder that appears whole or not at all:
+
+    train.bin val.bin heldout.bin   token ids, little-endian uint16 (uint32 above 65,536 ids), bos before each document
+    tokenizer.json                  byte-level BPE trained on train only; the last four ids are special, bos first of them
+    token_bytes.npy                 true bytes of every id, 0 for the special ones: what bits per byte divides by
+    meta.json                       settings, documents, tokens and bytes of each split, what was dropped, digests, versions
+
+Splits: exact duplicates are dropped first, then a hash of each document's bytes sends it to train, val or heldout (90/5/5 %).
+Under 20 documents the text is cut into contiguous 90/5/5 % spans. climbmix evaluates on its pinned last shard.
+A process killed on the way leaves a hidden .NAME.*.tmp folder beside the store: harmless, never read, delete it when you like.
+"""
+import codecs
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+from bisect import bisect_right, insort
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common import UserError, add_flags, check_bounds, cli, derive_seed, flag, make_parser, write_json
+
+BOS = "<|bos|>"
+SPECIALS = (BOS, "<|reserved_1|>", "<|reserved_2|>", "<|reserved_3|>")
+STORE_FORMAT = "nanoarms-store-1"
+SPLITS = ("train", "val", "heldout")
+TRAIN, VAL, HELDOUT, DROP = range(4)
+
+MIN_HASHED = 20                  # fewer documents than this are cut into spans instead
+TOKENIZER_CHARS = 1_000_000_000  # the tokenizer is trained on at most this much of train
+CHUNK_CHARS = 1 << 18            # long documents are encoded in pieces of about this size
+BATCH_CHARS = 1 << 22            # characters handed to the encoder at a time
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of the standard library
+
+CLIMBMIX = "karpathy/climbmix-400b-shuffle"
+PINNED_SHARD = 6542
+EVAL_TOKENS = 20_971_520         # 320 batches of 32 x 2048 targets, the OE paper's evaluation
+# The OE paper trains on 499,646,464 tokens. A shard of about 250 MB of text holds about 60 million tokens, and cropping to rows
+# of 2,048 may cost a third of them: 13 shards at worst, so that 16 never show a document twice.
+DEFAULT_SHARDS = 16
+
+# GPT-4's pre-split with digit runs of at most two. No alternative reaches over a newline into a character that is not white
+# space: cut_document() relies on it.
+PRE_SPLIT = "|".join([
+    r"'(?i:s|d|m|t|ll|ve|re)",       # English contractions
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",     # a word with the character before it
+    r"\p{N}{1,2}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",    # punctuation
+    r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+])
+
+
+# ---- documents ----
+
+def decode(raw, notes):
+    """bytes -> str: invalid UTF-8 becomes U+FFFD and is counted, a byte order mark goes, line ends stay as they are."""
+    try:
+        return raw.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError:
+        notes["invalid_utf8"] += 1
+        return raw.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+
+
+def mend(text, notes):
+    """str -> str that UTF-8 can hold: lone surrogates (JSON escapes allow them) become U+FFFD and are counted."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        notes["invalid_utf8"] += 1
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def read_text(path, named, notes):
+    raw = path.read_bytes()
+    if named and not raw:
+        raise UserError(f"{path} is empty; name a file with text in it")
+    if b"\0" in raw[:8192]:
+        if named:
+            raise UserError(f"{path} is a binary file (or UTF-16); name UTF-8 text, .jsonl or .parquet files")
+        notes["binary_files"] += 1
+        return
+    yield decode(raw, notes)
+
+
+def read_jsonl(path, named, notes):
+    if named and not path.stat().st_size:
+        raise UserError(f"{path} is empty; name a file with text in it")
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            if not line.strip():
+                yield None
+                continue
+            try:
+                row = json.loads(decode(line, notes))
+            except (ValueError, RecursionError):
+                raise UserError(f"{path}, line {number} is not JSON; every line must be an object with a key \"text\"") from None
+            if not isinstance(row, dict) or "text" not in row:
+                raise UserError(f"{path}, line {number} has no key \"text\"; every line must be an object with one")
+            if row["text"] is not None and not isinstance(row["text"], str):
+                raise UserError(f"{path}, line {number}: \"text\" is a {type(row['text']).__name__}, not a string")
+            yield None if row["text"] is None else mend(row["text"], notes)
+
+
+def read_parquet(path, named, notes):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    try:
+        with pq.ParquetFile(path) as table:
+            if "text" not in table.schema_arrow.names:
+                raise UserError(f"{path} has no column \"text\" (it has {', '.join(table.schema_arrow.names)})")
+            for batch in table.iter_batches(batch_size=4096, columns=["text"]):
+                column = batch.column(0)
+                if pa.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+                    raise UserError(f"{path}: column \"text\" holds {column.type}, not strings")
+                # Through bytes: a file may hold invalid UTF-8, on which a direct conversion would stop.
+                for raw in column.cast(pa.large_binary()).to_pylist():
+                    yield None if raw is None else decode(raw, notes)
+    except (pa.ArrowException, OSError):
+        raise UserError(f"{path} is not a readable parquet file (truncated?); replace it or leave it out") from None
+
+
+READERS = {".jsonl": read_jsonl, ".parquet": read_parquet}  # every other name is read as text
+
+
+def read_documents(files, notes):
+    """Yield the documents of [(path, named by the user?), ...] as str; blank ones are skipped and counted in notes."""
+    for path, named in files:
+        for text in READERS.get(path.suffix.lower(), read_text)(path, named, notes):
+            if text is None or not text.strip():
+                notes["blank"] += 1
+            else:
+                yield text
+
+
+def walk(folder):
+    """Every file under the folder that is not hidden, sorted by its path relative to it."""
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [d for d in folders if not d.startswith(".")]
+        found += [Path(root, n) for n in names if not n.startswith(".")]
+    return sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(folder).as_posix())
+
+
+def stdlib_files():
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [p for p in walk(root) if p.suffix == ".py" and not SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
+    if not files:
+        raise UserError(f"this Python keeps no .py files under {root}; use --corpus PATH")
+    return [(p, False) for p in files]
+
+
+def path_files(paths):
+    """([(path, named), ...], fingerprint): the fingerprint changes when a file is added, removed, renamed or resized."""
+    files, listing = [], []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = walk(path)
+            listing += [(p.relative_to(path).as_posix(), p.stat().st_size) for p in inside]
+            files += [(p, False) for p in inside]
+        elif path.is_file():
+            listing.append((path.name, path.stat().st_size))
+            files.append((path, True))
+        elif path.exists():
+            raise UserError(f"{path} is neither a file nor a folder")
+        else:
+            raise UserError(f"{path}: no such file or folder; --corpus takes stdlib, climbmix or paths")
+    return files, hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
+
+
+# ---- climbmix from the hub ----
+
+def check_shard(path, size):
+    """UserError, and the file gone from the cache, unless it has the announced size and the sha256 that the hub names it by."""
+    blob = Path(path).resolve()
+    whole = size is None or blob.stat().st_size == size
+    if whole and re.fullmatch("[0-9a-f]{64}", blob.name):
+        with open(blob, "rb") as f:
+            whole = hashlib.file_digest(f, "sha256").hexdigest() == blob.name
+    if not whole:
+        blob.unlink()
+        raise UserError(f"{Path(path).name} arrived damaged and was deleted; run again to fetch it anew")
+
+
+def fetch_shard(index, repo=CLIMBMIX):
+    """Path of one parquet shard in the hub's cache, downloaded if it is not there.
+
+    huggingface_hub resumes a broken connection and obeys HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE; shards that are complete are
+    never fetched twice. UserError when the hub cannot be reached or what came is damaged.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    name, size = f"shard_{index:05d}.parquet", None
+    try:
+        try:
+            path = hub.hf_hub_download(repo, name, repo_type="dataset", local_files_only=True)
+        except LocalEntryNotFoundError:
+            # Asked for here because it gives up at once where the download would first retry for half a minute.
+            size = hub.get_hf_file_metadata(hub.hf_hub_url(repo, name, repo_type="dataset")).size
+            path = hub.hf_hub_download(repo, name, repo_type="dataset")
+    except Exception as err:  # the hub raises a dozen types from three libraries
+        reason = f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
+        raise UserError(f"cannot fetch {name} of {repo} ({reason}); run again to continue, or use --corpus stdlib, which needs no network") from None
+    check_shard(path, size)
+    return Path(path)
+
+
+# ---- splits ----
+
+def survey(files, seen, notes, label="reading"):
+    """16-byte digest of every document, None where it repeats one in `seen` (which grows); counts characters in notes."""
+    digests = []
+    for text in tqdm(read_documents(files, notes), desc=label, unit="doc", disable=None):
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        repeated = digest in seen
+        notes["duplicates"] += repeated
+        digests.append(None if repeated else digest)
+        seen.add(digest)
+        notes["chars"] += len(text)
+    return digests
+
+
+def assign(digests):
+    """Split of every document from its digest alone, so that neither order nor file names matter; None -> DROP."""
+    def split(digest):
+        share = int.from_bytes(digest[:8], "big") / 2**64
+        return VAL if share < 0.05 else HELDOUT if share < 0.10 else TRAIN
+    kept = sorted(d for d in digests if d)
+    codes = {d: split(d) for d in kept}
+    if len(set(codes.values())) < 3:  # few documents and bad luck: the lowest 5 % of the digests, at least one, and the next
+        n = max(1, len(kept) // 20)
+        codes = {d: VAL if i < n else HELDOUT if i < 2 * n else TRAIN for i, d in enumerate(kept)}
+    return [codes[d] if d else DROP for d in digests]
+
+
+def planned(files, plan):
+    """Yield (split, text) of the documents that the plan keeps."""
+    try:
+        for split, text in zip(plan, read_documents(files, Counter()), strict=True):
+            if split != DROP:
+                yield split, text
+    except ValueError:
+        raise UserError("the corpus changed while it was being read; run again") from None
+
+
+def spans(texts):
+    """[(split, text), ...]: contiguous 90/5/5 % of the characters; a document that crosses a cut becomes two."""
+    total, parts, before = sum(map(len, texts)), [], 0
+    cuts = [0, total * 90 // 100, total * 95 // 100, total]
+    for text in texts:
+        for split in (TRAIN, VAL, HELDOUT):
+            part = text[max(cuts[split] - before, 0):max(cuts[split + 1] - before, 0)]
+            if part:
+                parts.append((split, part))
+        before += len(text)
+    return parts
+
+
+def split_documents(files, pinned, notes):
+    """A function that yields (split, text) of all kept documents, the same ones at every call. Pinned files are all VAL."""
+    seen = set()
+    first = survey(pinned, seen, notes, "reading the evaluation shard") if pinned else []
+    digests = survey(files, seen, notes)
+    notes["distinct"] = len(seen)
+    if not seen:
+        raise UserError(f"no text in the corpus ({notes['blank']} blank documents, {notes['binary_files']} binary files); name one that has some")
+    if pinned:
+        plan = [VAL if d else DROP for d in first] + [TRAIN if d else DROP for d in digests]
+    elif len(seen) < MIN_HASHED:
+        keep = [TRAIN if d else DROP for d in digests]
+        parts = spans([text for _, text in planned(files, keep)])
+        return lambda: iter(parts)
+    else:
+        plan = assign(digests)
+    return lambda: planned([*pinned, *files], plan)
+
+
+# ---- tokenizer ----
+
+def cut_document(text, size=CHUNK_CHARS):
+    """Pieces of about `size` characters whose token ids, joined, are those of the whole text."""
+    start = 0
+    while m := re.compile(r"\n(?=\S)").search(text, start + size):
+        yield text[start:m.end()]
+        start = m.end()
+    yield text[start:]
+
+
+def train_tokenizer(texts, vocab_size):
+    """Byte-level BPE over an iterable of str with vocab_size ids, the last four special. UserError when the text is too small."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PRE_SPLIT), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    n_text = vocab_size - len(SPECIALS)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=n_text, min_frequency=2, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[], show_progress=sys.stderr.isatty()))
+    if (got := tokenizer.get_vocab_size()) < n_text:
+        raise UserError(f"the corpus is too small for {vocab_size} ids: it yields {got + len(SPECIALS)}; pass --vocab_size {got + len(SPECIALS)} or less")
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIALS])
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def load_tokenizer(path):
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_file(str(path))
+    # Not kept in the file: without it the text "<|bos|>" inside a document would become the special id.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def encode(tokenizer, text):
+    """str -> list of int; never a special id, whatever the text says."""
+    tokenizer.encode_special_tokens = True
+    return tokenizer.encode(mend(text, Counter()), add_special_tokens=False).ids
+
+
+def count_token_bytes(tokenizer):
+    """int64 [vocab_size]: bytes that each id stands for, 0 for special ids.
+
+    A byte-level token is spelled with one character per byte, so its length is its byte count even inside a character.
+    """
+    n = tokenizer.get_vocab_size()
+    return np.array([len(tokenizer.id_to_token(i)) if i < n - len(SPECIALS) else 0 for i in range(n)], dtype=np.int64)
+
+
+# ---- stores ----
+
+class SplitWriter:
+    """Appends token ids to NAME.bin, counting and hashing on the way."""
+
+    def __init__(self, path, dtype, token_bytes):
+        self.file, self.dtype, self.token_bytes = open(path, "wb"), dtype, token_bytes
+        self.sha, self.tokens, self.bytes, self.documents = hashlib.sha256(), 0, 0, 0
+
+    def write(self, ids):
+        raw = ids.astype(self.dtype).tobytes()
+        self.file.write(raw)
+        self.sha.update(raw)
+        self.tokens += len(ids)
+        self.bytes += int(self.token_bytes[ids].sum())
+
+    def close(self):
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+def encoded(parts, tokenizer, bar):
+    """Yield (split, starts a document?, ids int64) of (split, text) pairs, encoding in parallel, one batch in memory at a time."""
+    batch, size = [], 0
+
+    def flush():
+        for (split, first, _), e in zip(batch, tokenizer.encode_batch_fast([b[2] for b in batch], add_special_tokens=False)):
+            yield split, first, np.array(e.ids, dtype=np.int64)
+        bar.update(size)
+
+    for split, text in parts:
+        for i, piece in enumerate(cut_document(text)):
+            batch.append((split, i == 0, piece))
+            size += len(piece)
+            if size >= BATCH_CHARS:
+                yield from flush()
+                batch, size = [], 0
+    yield from flush()
+
+
+def write_tokens(folder, parts, tokenizer, token_bytes, total_chars, limit=None):
+    """Write the three .bin files; returns their SplitWriters.
+
+    limit: val takes exactly this many tokens of what is marked VAL, heldout as many from the next document on.
+    """
+    dtype, bos = np.dtype("<u2" if len(token_bytes) <= 65536 else "<u4"), np.array([len(token_bytes) - len(SPECIALS)])
+    with ExitStack() as stack:
+        writers = [SplitWriter(folder / f"{name}.bin", dtype, token_bytes) for name in SPLITS]
+        for w in writers:
+            stack.callback(w.close)
+        bar = stack.enter_context(tqdm(total=total_chars, desc="encoding", unit="char", unit_scale=True, disable=None))
+        to = None
+        for split, first, ids in encoded(parts, tokenizer, bar):
+            if first:
+                full = limit and split == VAL and writers[VAL].tokens >= limit
+                to = writers[HELDOUT if full else split]
+                ids = np.concatenate([bos, ids])
+            if limit and split == VAL:
+                ids = ids[:limit - to.tokens]
+            if len(ids):
+                to.documents += first
+                to.write(ids)
+    return writers
+
+
+class Store:
+    """A prepared folder: .train .val .heldout (memory-mapped 1-D uint16, or uint32), .token_bytes (int64 [vocab_size]),
+    .tokenizer, .meta, .vocab_size, .bos, .digest (str that stands for corpus and tokenizer). UserError when it is not whole."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.meta = self._read_meta()
+        for name, known in self.meta["files"].items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != known["bytes"]:
+                state = f"has {path.stat().st_size} bytes, not {known['bytes']}" if path.is_file() else "is missing"
+                raise UserError(f"{path} {state}; delete {self.folder} and prepare it again with data.py")
+            # The token files are too large to hash at every start.
+            if path.suffix != ".bin" and hashlib.sha256(path.read_bytes()).hexdigest() != known["sha256"]:
+                raise UserError(f"{path} was changed after it was prepared; delete {self.folder} and prepare it again with data.py")
+        self.vocab_size, self.digest = self.meta["settings"]["vocab_size"], self.meta["digest"]
+        self.bos = self.vocab_size - len(SPECIALS)
+        self.token_bytes = np.load(self.folder / "token_bytes.npy", allow_pickle=False)
+        dtype = "<u2" if self.vocab_size <= 65536 else "<u4"
+        self.train, self.val, self.heldout = (np.memmap(self.folder / f"{s}.bin", dtype=dtype, mode="r") for s in SPLITS)
+
+    def _read_meta(self):
+        path = self.folder / "meta.json"
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder}: no such store; prepare one with python data.py --out {self.folder}")
+        if not path.is_file():
+            raise UserError(f"{self.folder} is not a store (no meta.json); prepare one with python data.py --out ANOTHER")
+        try:
+            meta = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise UserError(f"{path} is broken; delete {self.folder} and prepare it again with data.py") from None
+        if not isinstance(meta, dict) or meta.get("format") != STORE_FORMAT:
+            raise UserError(f"{self.folder} is not a store of this project (no format {STORE_FORMAT!r} in meta.json)")
+        return meta
+
+    @functools.cached_property
+    def tokenizer(self):
+        return load_tokenizer(self.folder / "tokenizer.json")
+
+
+def already_there(out, settings):
+    """True when `out` is a whole store with these settings, False when nothing is there, else UserError."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    if not out.is_dir():
+        raise UserError(f"{out} is a file; name a folder with --out")
+    there = Store(out).meta["settings"]
+    differs = [k for k in {**there, **settings} if there.get(k) != settings.get(k)]
+    if differs:
+        k = differs[0]
+        raise UserError(f"{out} holds another store ({k} {there.get(k)}, asked for {settings.get(k)}); name another --out or delete it")
+    return True
+
+
+def make_store(folder, settings, files, pinned, limit):
+    """Everything from documents to meta.json, inside a fresh folder."""
+    import tokenizers
+    notes, vocab_size = Counter(), settings["vocab_size"]
+    parts = split_documents(files, pinned, notes)
+
+    def train_text(room=settings["tokenizer_chars"]):
+        for split, text in parts():
+            for piece in cut_document(text) if split == TRAIN else ():
+                yield piece
+                if (room := room - len(piece)) <= 0:
+                    return
+    tokenizer = train_tokenizer(tqdm(train_text(), desc="tokenizer", unit="piece", disable=None), vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    token_bytes = count_token_bytes(tokenizer)
+    np.save(folder / "token_bytes.npy", token_bytes, allow_pickle=False)
+    writers = write_tokens(folder, parts(), tokenizer, token_bytes, notes.pop("chars"), limit)
+    for name, w in zip(SPLITS, writers):
+        if not w.tokens:
+            raise UserError(f"the corpus is too small: nothing is left for {name}; add text")
+        if limit and name != "train" and w.tokens < limit:
+            raise UserError(f"the evaluation shard gives {name} only {w.tokens} tokens of {limit}")
+    known = {f"{name}.bin": {"bytes": w.tokens * w.dtype.itemsize, "sha256": w.sha.hexdigest()} for name, w in zip(SPLITS, writers)}
+    for name in ("tokenizer.json", "token_bytes.npy"):
+        raw = (folder / name).read_bytes()
+        known[name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    write_json(folder / "meta.json", {
+        "format": STORE_FORMAT, "settings": settings,
+        "digest": hashlib.sha256("".join(known[k]["sha256"] for k in sorted(known)).encode()).hexdigest()[:16],
+        "splits": {name: {"documents": w.documents, "tokens": w.tokens, "bytes": w.bytes} for name, w in zip(SPLITS, writers)},
+        "dropped": {k: notes[k] for k in ("duplicates", "blank", "binary_files")},
+        "distinct_documents": notes["distinct"], "invalid_utf8_documents": notes["invalid_utf8"], "files": known,
+        "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__, "numpy": np.__version__}})
+
+
+def build(out, settings, files, pinned=(), limit=None):
+    """make_store in a temporary folder beside `out`, then rename. Of two processes at once the first one's store stays."""
+    real = Path(os.path.realpath(out))
+    tmp = None
+    try:
+        real.parent.mkdir(parents=True, exist_ok=True)
+        tmp = Path(tempfile.mkdtemp(prefix=f".{real.name}.", suffix=".tmp", dir=real.parent))
+        make_store(tmp, settings, files, list(pinned), limit)
+        tmp.chmod(real.parent.stat().st_mode & 0o777)
+        try:
+            os.rename(tmp, real)
+        except OSError:
+            if not already_there(out, settings):
+                raise
+    except OSError as err:
+        raise UserError(f"cannot prepare {out}: {err}") from None
+    finally:
+        if tmp is not None:
+            shutil.rmtree(tmp, ignore_errors=True)
+    return out
+
+
+def prepare_climbmix(vocab_size, shards, out, tokenizer_chars=TOKENIZER_CHARS, eval_tokens=EVAL_TOKENS, pinned=PINNED_SHARD):
+    """prepare() for climbmix. The pinned shard is read first, so that a training document that repeats one of its is dropped."""
+    settings = {"corpus": "climbmix", "vocab_size": vocab_size, "tokenizer_chars": tokenizer_chars, "shards": shards, "eval_tokens": eval_tokens}
+    if already_there(out, settings):
+        return out
+    last, *train = [(fetch_shard(i), True) for i in tqdm([pinned, *range(shards)], desc="shards", disable=None)]
+    return build(out, settings, train, [last], eval_tokens)
+
+
+def prepare(corpus="stdlib", vocab_size=8192, shards=None, out=None, tokenizer_chars=TOKENIZER_CHARS):
+    """Prepare a corpus and return its store's folder (Path); at once when the same store is already there.
+
+    corpus: "stdlib", "climbmix", a path or a list of paths. shards: training shards of climbmix (default 16).
+    out: the folder, by default stores/<name>-<vocab_size>. tokenizer_chars: train text that the tokenizer sees at most.
+    UserError for what cannot be read, is too small, or when another store lies at `out`.
+    """
+    paths = [str(corpus)] if isinstance(corpus, (str, Path)) else [str(p) for p in corpus]
+    name = paths[0] if len(paths) == 1 and paths[0] in ("stdlib", "climbmix") else None
+    if vocab_size < 256 + len(SPECIALS):
+        raise UserError(f"--vocab_size {vocab_size} is too small; the least is {256 + len(SPECIALS)} (256 bytes and {len(SPECIALS)} special ids)")
+    if shards is not None and name != "climbmix":
+        raise UserError("--shards belongs to --corpus climbmix; leave it out")
+    shards = DEFAULT_SHARDS if shards is None else shards
+    if not 1 <= shards <= PINNED_SHARD:
+        raise UserError(f"--shards {shards}: climbmix has 1 to {PINNED_SHARD} training shards")
+    settings = {"corpus": name or [Path(p).resolve().name for p in paths], "vocab_size": vocab_size, "tokenizer_chars": tokenizer_chars}
+    if name is None:
+        files, settings["fingerprint"] = path_files(paths)
+        name = Path(paths[0]).resolve().stem + (f"+{len(paths) - 1}" if len(paths) > 1 else "")
+    out = Path(out) if out is not None else Path("stores") / f"{name}-{vocab_size}"
+    if settings["corpus"] == "climbmix":
+        return prepare_climbmix(vocab_size, shards, out, tokenizer_chars)
+    if already_there(out, settings):
+        return out
+    return build(out, settings, stdlib_files() if settings["corpus"] == "stdlib" else files)
+
+
+# ---- batches ----
+
+def find_pieces(tokens, bos, seq_len):
+    """(start int64 [P], length int32 [P]) of every piece of a token stream: `length - 1` tokens from `start`, behind a bos.
+
+    A document of more than seq_len tokens is cut into pieces of seq_len, so that none of its text is lost: a corpus of long
+    files would otherwise only ever show how files begin.
+    """
+    step = 1 << 24
+    at = np.concatenate([np.flatnonzero(tokens[i:i + step] == bos) + i for i in range(0, len(tokens), step)])
+    starts, ends = at + 1, np.append(at[1:], len(tokens))
+    if not len(at) or at[0] > 0:  # a stream that opens in the middle of a document
+        starts, ends = np.insert(starts, 0, 0), np.insert(ends, 0, at[0]) if len(at) else np.array([len(tokens)])
+    n = np.maximum(1, -(-(ends - starts) // seq_len))
+    within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
+    start = np.repeat(starts, n) + within * seq_len
+    return start, (np.minimum(seq_len, np.repeat(ends, n) - start) + 1).astype(np.int32)
+
+
+def to_batch(rows):
+    """int64 [B, T+1] -> inputs and targets, LongTensors [B, T]."""
+    return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+
+def check_state(state, expected):
+    for key, value in expected.items():
+        if state.get(key) != value:
+            raise UserError(f"the saved batch state has {key} {state.get(key)}, this run {value}; resume with the same data and settings")
+
+
+class BestFitBatches:
+    """Endless batches whose rows all start with bos and are packed from whole pieces of documents (see find_pieces).
+
+    Every row of T+1 tokens takes the largest piece of the buffer that fits the space left (of equals the one that came first);
+    when none fits, the shortest is cropped to fill it and its rest dropped. Pieces enter in a new order every epoch. A function
+    of the tokens, seq_len, seed and buffer_size alone: the rows do not depend on how they are grouped into batches.
+    """
+
+    def __init__(self, tokens, bos, batch_size, seq_len, seed, buffer_size=1000):
+        if len(tokens) < seq_len + 1:
+            raise UserError(f"the train split has {len(tokens)} tokens, one row needs {seq_len + 1}; use a larger corpus or a smaller --seq_len")
+        self.tokens = np.asarray(tokens)  # slicing the memmap object itself costs several times more
+        self.bos, self.batch_size, self.seq_len, self.seed, self.buffer_size = bos, batch_size, seq_len, seed, buffer_size
+        self.starts, self.lengths = find_pieces(self.tokens, bos, seq_len)
+        self.arrivals = 0   # pieces that have entered the buffer: arrival a is piece a % P of epoch a // P
+        self.buffer = []    # sorted (length, -arrival, piece)
+        self._order = (None, None)
+
+    @property
+    def epoch(self):
+        return self.arrivals // len(self.starts)
+
+    def _piece(self, arrival):
+        epoch, position = divmod(arrival, len(self.starts))
+        if self._order[0] != epoch:
+            # Sorting raw draws: numpy promises that these never change, which it does not of permutation().
+            draws = np.random.PCG64(derive_seed("bestfit", self.seed, epoch)).random_raw(len(self.starts))
+            self._order = (epoch, np.argsort(draws, kind="stable"))
+        return int(self._order[1][position])
+
+    def _entry(self, arrival):
+        piece = self._piece(arrival)
+        return int(self.lengths[piece]), -arrival, piece
+
+    def _fill(self, row):
+        filled, size = 0, len(row)
+        while filled < size:
+            while len(self.buffer) < self.buffer_size:
+                insort(self.buffer, self._entry(self.arrivals))
+                self.arrivals += 1
+            i = bisect_right(self.buffer, (size - filled, 1)) - 1
+            if i < 0:
+                i = bisect_right(self.buffer, (self.buffer[0][0], 1)) - 1
+            length, _, piece = self.buffer.pop(i)
+            n, start = min(length, size - filled), int(self.starts[piece])
+            row[filled] = self.bos
+            row[filled + 1:filled + n] = self.tokens[start:start + n - 1]
+            filled += n
+
+    def next(self):
+        """(inputs, targets), LongTensors [B, T] on the CPU; targets are the inputs one token later."""
+        rows = np.empty((self.batch_size, self.seq_len + 1), dtype=np.int64)
+        for row in rows:
+            self._fill(row)
+        return to_batch(rows)
+
+    def _identity(self):
+        return {"packing": "bestfit", "seed": self.seed, "seq_len": self.seq_len, "buffer_size": self.buffer_size,
+                "pieces": len(self.starts)}
+
+    def state_dict(self):
+        """Plain ints and a list of at most buffer_size ints."""
+        epoch, position = divmod(self.arrivals, len(self.starts))
+        return {**self._identity(), "epoch": epoch, "position": position, "buffer": sorted(-entry[1] for entry in self.buffer)}
+
+    def load_state_dict(self, state):
+        check_state(state, self._identity())
+        self.arrivals = state["epoch"] * len(self.starts) + state["position"]
+        self.buffer = sorted(self._entry(arrival) for arrival in sorted(state["buffer"]))
+
+
+class RandomBatches:
+    """Endless batches of uniform crops (nanoGPT's), a function of the tokens, seed and step alone."""
+
+    def __init__(self, tokens, batch_size, seq_len, seed):
+        if len(tokens) < seq_len + 1:
+            raise UserError(f"the train split has {len(tokens)} tokens, one row needs {seq_len + 1}; use a larger corpus or a smaller --seq_len")
+        self.tokens, self.batch_size, self.seq_len, self.seed, self.step = np.asarray(tokens), batch_size, seq_len, seed, 0
+
+    @property
+    def epoch(self):
+        return self.step * self.batch_size * self.seq_len // len(self.tokens)
+
+    def next(self):
+        """(inputs, targets), LongTensors [B, T] on the CPU."""
+        draws = np.random.PCG64(derive_seed("random", self.seed, self.step)).random_raw(self.batch_size)
+        starts = (draws % np.uint64(len(self.tokens) - self.seq_len)).astype(np.int64)
+        self.step += 1
+        return to_batch(self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64))
+
+    def _identity(self):
+        return {"packing": "random", "seed": self.seed, "seq_len": self.seq_len, "batch_size": self.batch_size, "tokens": len(self.tokens)}
+
+    def state_dict(self):
+        return {**self._identity(), "epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state):
+        check_state(state, self._identity())
+        self.step = state["step"]
+
+
+# ---- evaluation ----
+
+class Counted:
+    """An iterator that knows how many items it started with, so that a progress bar can show the time left."""
+
+    def __init__(self, items, length):
+        self.items, self.length = items, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.items)
+
+
+def eval_batches(tokens, bos, batch_size, seq_len, max_tokens=None, rank=0, world=1):
+    """Fixed windows: an iterator, with a len(), of (inputs, targets), LongTensors [B, T].
+
+    Targets of row r are tokens r T .. r T + T - 1, inputs are bos and all of these but the last: every token of the split (of its
+    first max_tokens) is a target exactly once and every row starts as in training. Rank k of `world` gets the rows k, k + world, ...
+    What the last row and the last batch lack is filled with target -1 and input bos. B is batch_size, or the number of rows if less.
+    """
+    tokens = np.asarray(tokens[:max_tokens])
+    rows = np.arange(rank, -(-len(tokens) // seq_len), world)
+    size = min(batch_size, len(rows))
+
+    def batches():
+        for i in range(0, len(rows), size):
+            y = np.full((size, seq_len), -1, dtype=np.int64)
+            for j, r in enumerate(rows[i:i + size]):
+                chunk = tokens[r * seq_len:(r + 1) * seq_len]
+                y[j, :len(chunk)] = chunk
+            x = np.full_like(y, bos)
+            x[:, 1:] = np.where(y[:, :-1] < 0, bos, y[:, :-1])
+            yield torch.from_numpy(x), torch.from_numpy(y)
+    return Counted(batches(), -(-len(rows) // size) if size else 0) if size else Counted(iter(()), 0)
+
+
+@torch.no_grad()
+def evaluate_bpb(model, batches, token_bytes, device="cpu", progress=None):
+    """Bits per byte of a model over (inputs, targets) batches.
+
+    model(idx, targets, reduction="none") gives nats [B, T]; targets of -1 do not count. bpb = nats / (ln 2 x bytes), where nats are
+    summed in float64 over the targets that stand for bytes (special ids do not) and bytes are theirs. loss is the mean over all
+    targets, special ids included, tokens their number. progress: label of a progress bar, None for none.
+    Returns {"bpb", "loss", "nats", "bytes", "tokens"}; bpb and loss are NaN where there was nothing to count.
+    """
+    token_bytes = torch.as_tensor(np.asarray(token_bytes), dtype=torch.int64)
+    nats = total = 0.0
+    n_bytes = n_tokens = 0
+    training = model.training
+    model.eval()
+    try:
+        for x, y in tqdm(batches, desc=progress, leave=False, disable=None if progress else True):
+            loss = model(x.to(device), y.to(device), reduction="none").to("cpu", torch.float64).view(-1)
+            y = y.view(-1)
+            counts = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0)
+            nats += loss[counts > 0].sum().item()
+            total += loss[y >= 0].sum().item()
+            n_bytes += counts.sum().item()
+            n_tokens += (y >= 0).sum().item()
+    finally:
+        model.train(training)
+    return {"bpb": nats / (math.log(2) * n_bytes) if n_bytes else math.nan, "loss": total / n_tokens if n_tokens else math.nan,
+            "nats": nats, "bytes": n_bytes, "tokens": n_tokens}
+
+
+# ---- command line ----
+
+@dataclass(frozen=True)
+class DataConfig:
+    vocab_size: int = flag(8192, "token ids, four special ones included", low=256 + len(SPECIALS))
+    shards: Optional[int] = flag(None, f"climbmix only: training shards, of about 60 million tokens each (default: {DEFAULT_SHARDS})", low=1, high=PINNED_SHARD)
+    tokenizer_chars: int = flag(TOKENIZER_CHARS, "train the tokenizer on at most this many characters of train", low=1)
+    out: Optional[str] = flag(None, "folder of the store (default: stores/<name>-<vocab_size>)")
+
+
+def summary(folder):
+    store = Store(folder)
+    lines = [f"{folder}  vocabulary {store.vocab_size}, digest {store.digest}",
+             f"{'':8}{'documents':>12}{'tokens':>15}{'bytes':>17}{'bytes/token':>13}"]
+    for name, s in store.meta["splits"].items():
+        lines.append(f"{name:8}{s['documents']:12,}{s['tokens']:15,}{s['bytes']:17,}{s['bytes'] / s['tokens']:13.3f}")
+    dropped, invalid = store.meta["dropped"], store.meta["invalid_utf8_documents"]
+    lines.append(f"dropped: {dropped['duplicates']} duplicates, {dropped['blank']} blank, {dropped['binary_files']} binary files;"
+                 f" documents with invalid UTF-8 replaced: {invalid}")
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    parser = make_parser(__doc__)
+    parser.add_argument("--corpus", nargs="+", action="append", metavar="CORPUS",
+                        help="stdlib, climbmix, or paths of text, .jsonl, .parquet files and folders of them"
+                             " (default: stdlib; a folder of that name is ./stdlib)")
+    add_flags(parser, DataConfig)
+    args = vars(parser.parse_args(argv))
+    corpus = args.pop("corpus", [["stdlib"]])
+    if len(corpus) > 1:
+        raise UserError("--corpus is given twice; name several paths after one --corpus")
+    config = DataConfig(**args)
+    check_bounds(config)
+    print(summary(prepare(corpus[0], config.vocab_size, config.shards, config.out, config.tokenizer_chars)))
+
+
+if __name__ == "__main__":
+    cli(main)

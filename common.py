@@ -263,3 +263,40 @@ def peak_mem_mib(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+
+
+# ---- running ----
+
+@contextmanager
+def locked(path):
+    """Hold an exclusive lock beside `path` for the block; UserError when another process holds it."""
+    import fcntl
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / f".{path.name}.lock", "w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{path} is being written by another process; wait for it, or name another --out") from None
+        yield
+
+
+@contextmanager
+def stop_requests():
+    """Yield a list that SIGINT or SIGTERM appends to, so that a loop can stop at a clean boundary; a second SIGINT interrupts at once."""
+    import signal
+    import threading
+    asked, old = [], {}
+
+    def ask(number, frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if threading.current_thread() is threading.main_thread():
+        old = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for s, handler in old.items():
+            signal.signal(s, handler)

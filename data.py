@@ -70,6 +70,9 @@ PRE_SPLIT = "|".join([
 ])
 
 
+SAFE_CUT = re.compile(r"\n(?=\S)")
+
+
 # ---- documents ----
 
 def decode(raw, notes):
@@ -81,45 +84,33 @@ def decode(raw, notes):
         return raw.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
 
 
-def mend(text, notes):
-    """str -> str that UTF-8 can hold: lone surrogates (JSON escapes allow them) become U+FFFD and are counted."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        notes["invalid_utf8"] += 1
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+def mend(text):
+    """str -> str that UTF-8 can hold: lone surrogates, which JSON escapes and command lines may carry, become U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def read_text(path, named, notes):
     raw = path.read_bytes()
-    if named and not raw:
-        raise UserError(f"{path} is empty; name a file with text in it")
-    if b"\0" in raw[:8192]:
-        if named:
-            raise UserError(f"{path} is a binary file (or UTF-16); name UTF-8 text, .jsonl or .parquet files")
+    if b"\0" not in raw[:8192]:
+        yield decode(raw, notes)
+    elif named:
+        raise UserError(f"{path} is a binary file (or UTF-16); name UTF-8 text, .jsonl or .parquet files")
+    else:
         notes["binary_files"] += 1
-        return
-    yield decode(raw, notes)
 
 
 def read_jsonl(path, named, notes):
-    if named and not path.stat().st_size:
-        raise UserError(f"{path} is empty; name a file with text in it")
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
-            if not line.strip():
-                yield None
-                continue
             try:
-                row = json.loads(decode(line, notes))
-            except (ValueError, RecursionError):
-                raise UserError(f"{path}, line {number} is not JSON; every line must be an object with a key \"text\"") from None
-            if not isinstance(row, dict) or "text" not in row:
-                raise UserError(f"{path}, line {number} has no key \"text\"; every line must be an object with one")
-            if row["text"] is not None and not isinstance(row["text"], str):
-                raise UserError(f"{path}, line {number}: \"text\" is a {type(row['text']).__name__}, not a string")
-            yield None if row["text"] is None else mend(row["text"], notes)
+                text = json.loads(decode(line, notes))["text"] if line.strip() else None
+            except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+                raise UserError(f'{path}, line {number}: every line must be a JSON object with a key "text"') from None
+            if text is not None and not isinstance(text, str):
+                raise UserError(f'{path}, line {number}: "text" is a {type(text).__name__}; it must be a string')
+            mended = text and mend(text)
+            notes["invalid_utf8"] += mended != text
+            yield mended
 
 
 def read_parquet(path, named, notes):
@@ -128,15 +119,13 @@ def read_parquet(path, named, notes):
     try:
         with pq.ParquetFile(path) as table:
             if "text" not in table.schema_arrow.names:
-                raise UserError(f"{path} has no column \"text\" (it has {', '.join(table.schema_arrow.names)})")
+                raise UserError(f'{path} has no column "text" (it has {", ".join(table.schema_arrow.names)})')
+            kind = table.schema_arrow.field("text").type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise UserError(f'{path}: column "text" holds {kind}; it must hold strings')
             for batch in table.iter_batches(batch_size=4096, columns=["text"]):
-                column = batch.column(0)
-                if pa.types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-                    raise UserError(f"{path}: column \"text\" holds {column.type}, not strings")
                 # Through bytes: a file may hold invalid UTF-8, on which a direct conversion would stop.
-                for raw in column.cast(pa.large_binary()).to_pylist():
+                for raw in batch.column(0).cast(pa.large_binary()).to_pylist():
                     yield None if raw is None else decode(raw, notes)
     except (pa.ArrowException, OSError):
         raise UserError(f"{path} is not a readable parquet file (truncated?); replace it or leave it out") from None
@@ -148,6 +137,8 @@ READERS = {".jsonl": read_jsonl, ".parquet": read_parquet}  # every other name i
 def read_documents(files, notes):
     """Yield the documents of [(path, named by the user?), ...] as str; blank ones are skipped and counted in notes."""
     for path, named in files:
+        if named and not path.stat().st_size:
+            raise UserError(f"{path} is empty; name a file with text in it")
         for text in READERS.get(path.suffix.lower(), read_text)(path, named, notes):
             if text is None or not text.strip():
                 notes["blank"] += 1
@@ -176,18 +167,17 @@ def path_files(paths):
     """([(path, named), ...], fingerprint): the fingerprint changes when a file is added, removed, renamed or resized."""
     files, listing = [], []
     for path in map(Path, paths):
-        if path.is_dir():
-            inside = walk(path)
-            listing += [(p.relative_to(path).as_posix(), p.stat().st_size) for p in inside]
-            files += [(p, False) for p in inside]
-        elif path.is_file():
-            listing.append((path.name, path.stat().st_size))
-            files.append((path, True))
-        elif path.exists():
-            raise UserError(f"{path} is neither a file nor a folder")
-        else:
+        if not path.is_dir() and not path.is_file():
             raise UserError(f"{path}: no such file or folder; --corpus takes stdlib, climbmix or paths")
-    return files, hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
+        inside = walk(path) if path.is_dir() else [path]
+        files += [(p, p == path) for p in inside]
+        listing += [(os.path.relpath(p, path), p.stat().st_size) for p in inside]
+    return files, hashlib.sha256(json.dumps([[Path(p).name for p in paths], listing]).encode()).hexdigest()[:16]
+
+
+def sha256_of(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 # ---- climbmix from the hub ----
@@ -195,11 +185,8 @@ def path_files(paths):
 def check_shard(path, size):
     """UserError, and the file gone from the cache, unless it has the announced size and the sha256 that the hub names it by."""
     blob = Path(path).resolve()
-    whole = size is None or blob.stat().st_size == size
-    if whole and re.fullmatch("[0-9a-f]{64}", blob.name):
-        with open(blob, "rb") as f:
-            whole = hashlib.file_digest(f, "sha256").hexdigest() == blob.name
-    if not whole:
+    named_by_sha = re.fullmatch("[0-9a-f]{64}", blob.name)
+    if size not in (None, blob.stat().st_size) or (named_by_sha and sha256_of(blob) != blob.name):
         blob.unlink()
         raise UserError(f"{Path(path).name} arrived damaged and was deleted; run again to fetch it anew")
 
@@ -302,7 +289,7 @@ def split_documents(files, pinned, notes):
 def cut_document(text, size=CHUNK_CHARS):
     """Pieces of about `size` characters whose token ids, joined, are those of the whole text."""
     start = 0
-    while m := re.compile(r"\n(?=\S)").search(text, start + size):
+    while m := SAFE_CUT.search(text, start + size):
         yield text[start:m.end()]
         start = m.end()
     yield text[start:]
@@ -338,7 +325,7 @@ def load_tokenizer(path):
 def encode(tokenizer, text):
     """str -> list of int; never a special id, whatever the text says."""
     tokenizer.encode_special_tokens = True
-    return tokenizer.encode(mend(text, Counter()), add_special_tokens=False).ids
+    return tokenizer.encode(mend(text), add_special_tokens=False).ids
 
 
 def count_token_bytes(tokenizer):
@@ -352,68 +339,46 @@ def count_token_bytes(tokenizer):
 
 # ---- stores ----
 
-class SplitWriter:
-    """Appends token ids to NAME.bin, counting and hashing on the way."""
+def batched(parts, tokenizer, bar):
+    """Yield (split, starts a document?, ids int64) of (split, text) pairs, encoded in parallel, one batch in memory at a time."""
+    def encode_all(batch):
+        found = tokenizer.encode_batch_fast([piece for _, _, piece in batch], add_special_tokens=False)
+        yield from ((split, first, np.array(e.ids, dtype=np.int64)) for (split, first, _), e in zip(batch, found))
+        bar.update(sum(len(piece) for _, _, piece in batch))
 
-    def __init__(self, path, dtype, token_bytes):
-        self.file, self.dtype, self.token_bytes = open(path, "wb"), dtype, token_bytes
-        self.sha, self.tokens, self.bytes, self.documents = hashlib.sha256(), 0, 0, 0
-
-    def write(self, ids):
-        raw = ids.astype(self.dtype).tobytes()
-        self.file.write(raw)
-        self.sha.update(raw)
-        self.tokens += len(ids)
-        self.bytes += int(self.token_bytes[ids].sum())
-
-    def close(self):
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-
-
-def encoded(parts, tokenizer, bar):
-    """Yield (split, starts a document?, ids int64) of (split, text) pairs, encoding in parallel, one batch in memory at a time."""
     batch, size = [], 0
-
-    def flush():
-        for (split, first, _), e in zip(batch, tokenizer.encode_batch_fast([b[2] for b in batch], add_special_tokens=False)):
-            yield split, first, np.array(e.ids, dtype=np.int64)
-        bar.update(size)
-
     for split, text in parts:
         for i, piece in enumerate(cut_document(text)):
             batch.append((split, i == 0, piece))
             size += len(piece)
             if size >= BATCH_CHARS:
-                yield from flush()
+                yield from encode_all(batch)
                 batch, size = [], 0
-    yield from flush()
+    yield from encode_all(batch)
 
 
 def write_tokens(folder, parts, tokenizer, token_bytes, total_chars, limit=None):
-    """Write the three .bin files; returns their SplitWriters.
+    """Write the three .bin files; returns {split name: {"documents", "tokens", "bytes"}}.
 
     limit: val takes exactly this many tokens of what is marked VAL, heldout as many from the next document on.
     """
     dtype, bos = np.dtype("<u2" if len(token_bytes) <= 65536 else "<u4"), np.array([len(token_bytes) - len(SPECIALS)])
+    stats = [{"documents": 0, "tokens": 0, "bytes": 0} for _ in SPLITS]
     with ExitStack() as stack:
-        writers = [SplitWriter(folder / f"{name}.bin", dtype, token_bytes) for name in SPLITS]
-        for w in writers:
-            stack.callback(w.close)
+        files = [stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in SPLITS]
         bar = stack.enter_context(tqdm(total=total_chars, desc="encoding", unit="char", unit_scale=True, disable=None))
         to = None
-        for split, first, ids in encoded(parts, tokenizer, bar):
+        for split, first, ids in batched(parts, tokenizer, bar):
             if first:
-                full = limit and split == VAL and writers[VAL].tokens >= limit
-                to = writers[HELDOUT if full else split]
+                to = HELDOUT if limit and split == VAL and stats[VAL]["tokens"] == limit else split
                 ids = np.concatenate([bos, ids])
             if limit and split == VAL:
-                ids = ids[:limit - to.tokens]
-            if len(ids):
-                to.documents += first
-                to.write(ids)
-    return writers
+                ids = ids[:limit - stats[to]["tokens"]]
+            files[to].write(ids.astype(dtype).tobytes())
+            stats[to]["documents"] += first and len(ids) > 0
+            stats[to]["tokens"] += len(ids)
+            stats[to]["bytes"] += int(token_bytes[ids].sum())
+    return dict(zip(SPLITS, stats))
 
 
 class Store:
@@ -425,12 +390,11 @@ class Store:
         self.meta = self._read_meta()
         for name, known in self.meta["files"].items():
             path = self.folder / name
-            if not path.is_file() or path.stat().st_size != known["bytes"]:
-                state = f"has {path.stat().st_size} bytes, not {known['bytes']}" if path.is_file() else "is missing"
+            # The token files are too large to hash at every start; their size shows a broken copy.
+            whole = path.is_file() and path.stat().st_size == known["bytes"]
+            if not whole or (path.suffix != ".bin" and sha256_of(path) != known["sha256"]):
+                state = "is missing" if not path.is_file() else "was cut or changed"
                 raise UserError(f"{path} {state}; delete {self.folder} and prepare it again with data.py")
-            # The token files are too large to hash at every start.
-            if path.suffix != ".bin" and hashlib.sha256(path.read_bytes()).hexdigest() != known["sha256"]:
-                raise UserError(f"{path} was changed after it was prepared; delete {self.folder} and prepare it again with data.py")
         self.vocab_size, self.digest = self.meta["settings"]["vocab_size"], self.meta["digest"]
         self.bos = self.vocab_size - len(SPECIALS)
         self.token_bytes = np.load(self.folder / "token_bytes.npy", allow_pickle=False)
@@ -438,18 +402,15 @@ class Store:
         self.train, self.val, self.heldout = (np.memmap(self.folder / f"{s}.bin", dtype=dtype, mode="r") for s in SPLITS)
 
     def _read_meta(self):
-        path = self.folder / "meta.json"
         if not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such store; prepare one with python data.py --out {self.folder}")
-        if not path.is_file():
-            raise UserError(f"{self.folder} is not a store (no meta.json); prepare one with python data.py --out ANOTHER")
         try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise UserError(f"{path} is broken; delete {self.folder} and prepare it again with data.py") from None
-        if not isinstance(meta, dict) or meta.get("format") != STORE_FORMAT:
-            raise UserError(f"{self.folder} is not a store of this project (no format {STORE_FORMAT!r} in meta.json)")
-        return meta
+            meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
+            if meta["format"] == STORE_FORMAT:
+                return meta
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            pass
+        raise UserError(f"{self.folder} is not a store of this project (meta.json is missing, broken or foreign); name another folder")
 
     @functools.cached_property
     def tokenizer(self):
@@ -486,22 +447,16 @@ def make_store(folder, settings, files, pinned, limit):
     tokenizer.save(str(folder / "tokenizer.json"))
     token_bytes = count_token_bytes(tokenizer)
     np.save(folder / "token_bytes.npy", token_bytes, allow_pickle=False)
-    writers = write_tokens(folder, parts(), tokenizer, token_bytes, notes.pop("chars"), limit)
-    for name, w in zip(SPLITS, writers):
-        if not w.tokens:
-            raise UserError(f"the corpus is too small: nothing is left for {name}; add text")
-        if limit and name != "train" and w.tokens < limit:
-            raise UserError(f"the evaluation shard gives {name} only {w.tokens} tokens of {limit}")
-    known = {f"{name}.bin": {"bytes": w.tokens * w.dtype.itemsize, "sha256": w.sha.hexdigest()} for name, w in zip(SPLITS, writers)}
-    for name in ("tokenizer.json", "token_bytes.npy"):
-        raw = (folder / name).read_bytes()
-        known[name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    splits = write_tokens(folder, parts(), tokenizer, token_bytes, notes["chars"], limit)
+    for name, s in splits.items():
+        if s["tokens"] < (limit if limit and name != "train" else 1):
+            raise UserError(f"the corpus is too small: {s['tokens']} tokens are left for {name}; add text")
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(folder.iterdir())}
     write_json(folder / "meta.json", {
-        "format": STORE_FORMAT, "settings": settings,
-        "digest": hashlib.sha256("".join(known[k]["sha256"] for k in sorted(known)).encode()).hexdigest()[:16],
-        "splits": {name: {"documents": w.documents, "tokens": w.tokens, "bytes": w.bytes} for name, w in zip(SPLITS, writers)},
+        "format": STORE_FORMAT, "settings": settings, "splits": splits, "files": files,
+        "digest": hashlib.sha256("".join(f["sha256"] for f in files.values()).encode()).hexdigest()[:16],
         "dropped": {k: notes[k] for k in ("duplicates", "blank", "binary_files")},
-        "distinct_documents": notes["distinct"], "invalid_utf8_documents": notes["invalid_utf8"], "files": known,
+        "distinct_documents": notes["distinct"], "invalid_utf8_documents": notes["invalid_utf8"],
         "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__, "numpy": np.__version__}})
 
 
@@ -513,7 +468,10 @@ def build(out, settings, files, pinned=(), limit=None):
         real.parent.mkdir(parents=True, exist_ok=True)
         tmp = Path(tempfile.mkdtemp(prefix=f".{real.name}.", suffix=".tmp", dir=real.parent))
         make_store(tmp, settings, files, list(pinned), limit)
-        tmp.chmod(real.parent.stat().st_mode & 0o777)
+        for path in tmp.iterdir():
+            with open(path, "rb+") as f:
+                os.fsync(f.fileno())
+        tmp.chmod(real.parent.stat().st_mode & 0o777)  # mkdtemp lets nobody else in
         try:
             os.rename(tmp, real)
         except OSError:
@@ -574,9 +532,9 @@ def find_pieces(tokens, bos, seq_len):
     """
     step = 1 << 24
     at = np.concatenate([np.flatnonzero(tokens[i:i + step] == bos) + i for i in range(0, len(tokens), step)])
-    starts, ends = at + 1, np.append(at[1:], len(tokens))
     if not len(at) or at[0] > 0:  # a stream that opens in the middle of a document
-        starts, ends = np.insert(starts, 0, 0), np.insert(ends, 0, at[0]) if len(at) else np.array([len(tokens)])
+        at = np.insert(at, 0, -1)
+    starts, ends = at + 1, np.append(at[1:], len(tokens))
     n = np.maximum(1, -(-(ends - starts) // seq_len))
     within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
     start = np.repeat(starts, n) + within * seq_len
@@ -586,6 +544,11 @@ def find_pieces(tokens, bos, seq_len):
 def to_batch(rows):
     """int64 [B, T+1] -> inputs and targets, LongTensors [B, T]."""
     return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+
+def check_length(tokens, seq_len):
+    if len(tokens) < seq_len + 1:
+        raise UserError(f"the train split has {len(tokens)} tokens, one row needs {seq_len + 1}; use more text or a smaller --seq_len")
 
 
 def check_state(state, expected):
@@ -603,8 +566,7 @@ class BestFitBatches:
     """
 
     def __init__(self, tokens, bos, batch_size, seq_len, seed, buffer_size=1000):
-        if len(tokens) < seq_len + 1:
-            raise UserError(f"the train split has {len(tokens)} tokens, one row needs {seq_len + 1}; use a larger corpus or a smaller --seq_len")
+        check_length(tokens, seq_len)
         self.tokens = np.asarray(tokens)  # slicing the memmap object itself costs several times more
         self.bos, self.batch_size, self.seq_len, self.seed, self.buffer_size = bos, batch_size, seq_len, seed, buffer_size
         self.starts, self.lengths = find_pieces(self.tokens, bos, seq_len)
@@ -669,8 +631,7 @@ class RandomBatches:
     """Endless batches of uniform crops (nanoGPT's), a function of the tokens, seed and step alone."""
 
     def __init__(self, tokens, batch_size, seq_len, seed):
-        if len(tokens) < seq_len + 1:
-            raise UserError(f"the train split has {len(tokens)} tokens, one row needs {seq_len + 1}; use a larger corpus or a smaller --seq_len")
+        check_length(tokens, seq_len)
         self.tokens, self.batch_size, self.seq_len, self.seed, self.step = np.asarray(tokens), batch_size, seq_len, seed, 0
 
     @property
@@ -725,7 +686,7 @@ def eval_batches(tokens, bos, batch_size, seq_len, max_tokens=None, rank=0, worl
     size = min(batch_size, len(rows))
 
     def batches():
-        for i in range(0, len(rows), size):
+        for i in range(0, len(rows), max(size, 1)):
             y = np.full((size, seq_len), -1, dtype=np.int64)
             for j, r in enumerate(rows[i:i + size]):
                 chunk = tokens[r * seq_len:(r + 1) * seq_len]
@@ -733,7 +694,7 @@ def eval_batches(tokens, bos, batch_size, seq_len, max_tokens=None, rank=0, worl
             x = np.full_like(y, bos)
             x[:, 1:] = np.where(y[:, :-1] < 0, bos, y[:, :-1])
             yield torch.from_numpy(x), torch.from_numpy(y)
-    return Counted(batches(), -(-len(rows) // size) if size else 0) if size else Counted(iter(()), 0)
+    return Counted(batches(), -(-len(rows) // max(size, 1)))
 
 
 @torch.no_grad()

@@ -114,12 +114,9 @@ class Attention(nn.Module):
         self.c_v = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.c_proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.ve_gate = nn.Linear(VE_GATE_CHANNELS, cfg.n_head, bias=False) if cfg.has_value_embedding(i) else None
-        self.q_log, self.q_mask = None, None
-        if cfg.qk_scale != "none":
-            self.q_log = nn.Parameter(torch.zeros(cfg.n_head, cfg.head_dim // 2))
-        if cfg.qk_scale == "masked":  # layer 0 and the fastest planes stay at exp(0)
-            free = torch.arange(cfg.head_dim // 2) >= (cfg.head_dim // 8 if i > 0 else cfg.head_dim)
-            self.register_buffer("q_mask", free.float(), persistent=False)
+        self.q_log = nn.Parameter(torch.zeros(cfg.n_head, cfg.head_dim // 2)) if cfg.qk_scale != "none" else None
+        free = torch.arange(cfg.head_dim // 2) >= (cfg.head_dim // 8 if i > 0 else cfg.head_dim)  # masked: the rest stays at exp(0)
+        self.register_buffer("q_mask", free.float() if cfg.qk_scale == "masked" else None, persistent=False)
 
     def q_gain(self):
         """exp(q_log), the same for both channels of a plane: [H, D]."""
@@ -300,9 +297,8 @@ def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None):
         parts = [checkpoint(plain_loss, flat[i:i + chunk], weight, y[i:i + chunk], softcap, "none", use_reentrant=False)
                  for i in range(0, len(flat), chunk)]
         return torch.cat(parts).view(targets.shape)
-    n = (y >= 0).sum().to(torch.float32) if reduction == "mean" else torch.ones((), device=x.device)
-    acc = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    scale = (1 / n).to(acc).expand(len(flat))
+    n = (y >= 0).sum() if reduction == "mean" else torch.ones((), device=x.device)
+    scale = (1 / n.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)).expand(len(flat))
     total, nats = _ChunkedLoss.apply(flat, weight, y, softcap, scale, chunk)
     return nats.view(targets.shape) if reduction == "none" else total
 

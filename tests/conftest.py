@@ -1,0 +1,8 @@
+"""Tests run on the CPU, from the root of the project, in one thread."""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+torch.set_num_threads(1)

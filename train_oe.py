@@ -1,0 +1,290 @@
+"""Backprop pretraining of the OE paper's arms: dense or with hashed n-gram tables, native optimizer or the package.
+
+    python train_oe.py --preset laptop                          a real model on real text in minutes on two CPU cores
+    python train_oe.py --depth 8 --oe_m 150855 --seed 42        the paper's recipe (500M tokens; wants a GPU)
+    python train_oe.py --arm 12_oe_joint --depth 6 --seed 41    an arm of the paper; explicit flags win over the arm's
+    python train_oe.py --list_arms                              every arm, its flags and its published result
+
+A new arm: pass flags, or copy this file and edit it. Each run writes OUT/<run>.json and OUT/<run>.ckpt, where <run> is
+<arm>_d<depth>_seed<seed>, plus 8 hex digits when a flag that matters differs from the arm's.
+"""
+import dataclasses
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import common
+from common import UserError, flag
+from data import BestFitBatches, Store, eval_batches, evaluate_bpb, prepare
+from model import GPT, GPTConfig
+from optim import MuonAdamW, native_groups, set_schedule
+
+DEFAULT_DATA = "stores/stdlib-8192"
+DIVERGED = 100.0   # a loss above this (nats) or NaN ends the run
+
+
+@dataclass(frozen=True)
+class Config:
+    """All flags of train_oe.py; the defaults are the OE paper's native dense recipe."""
+    arm: str = flag("", "a named arm; its flags apply first (default: the arm that the other flags describe)")
+    preset: str = flag("", "laptop: a size and rates for two CPU cores", choices=("", "laptop"))
+    depth: int = flag(6, "layers; the width is 64 x depth rounded up to whole heads", low=1)
+    head_dim: int = flag(128, "channels of an attention head", low=2)
+    oe_m: int = flag(0, "base modulus of the four hashed n-gram tables; 0 is dense (the paper uses 150855)", low=0)
+    qk_scale: str = flag("none", "learned gain on q after QK-norm", choices=("none", "full", "masked"))
+    wte_route: str = flag("fused", "unigram anchor in the residual stream", choices=("fused", "separate", "shared"))
+    out_skip: bool = flag(False, "add the anchors once more before the final norm")
+    shared_eps: float = flag(1e-6, "epsilon of the shared denominator (the paper: 1e-6 and 1.1920929e-07)")
+    data: str = flag(DEFAULT_DATA, "folder prepared by data.py; the default one is prepared when missing")
+    seq_len: int = flag(2048, "tokens in a row", low=1)
+    batch_size: int = flag(64, "rows in a micro-batch", low=1)
+    accum: int = flag(4, "micro-batches in a step", low=1)
+    steps: int = flag(953, "optimizer steps", low=1)
+    head_lr: float = flag(0.004, "AdamW rate of lm_head, times (width / 768)^-1/2", low=0)
+    embed_lr: float = flag(0.6, "AdamW rate of wte and value embeddings, times (width / 768)^-1/2", low=0)
+    oe_lr: float = flag(0.6, "rate of the hashed tables, times (width / 768)^-1/2", low=0)
+    muon_lr: float = flag(0.04, "Muon rate of the matrices", low=0)
+    weight_decay: float = flag(0.2, "Muon's cautious weight decay at the start; goes to 0 with progress", low=0)
+    schedule: str = flag("trapezoid", "learning-rate schedule", choices=("trapezoid", "cosine", "wsd", "linear"))
+    seed: int = flag(42, "seed of the weights", low=0)
+    data_seed: int = flag(0, "seed of the data order", low=0)
+    eval_tokens: int = flag(0, "evaluate on this many tokens of each split; 0 is all of them", low=0)
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    dtype: str = flag("auto", "compute dtype; auto is bfloat16 on CUDA, float32 elsewhere", choices=("auto", "float32", "bfloat16"))
+    compile: bool = flag(False, "torch.compile the layers")
+    threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0)
+    out: str = flag("results", "folder of results and checkpoints")
+    save_every: int = flag(100, "steps between checkpoints; 0 writes the last one only", low=0)
+    resume: bool = flag(False, "continue the run's checkpoint, bit for bit; starts anew where there is none")
+    force: bool = flag(False, "overwrite an existing result or checkpoint")
+
+
+ARMS = {  # name -> flags that differ from the native dense recipe
+    "00_dense_native": {},
+    "10_oe_native": dict(oe_m=150_855),
+}
+PRESETS = {
+    "laptop": dict(depth=4, head_dim=64, seq_len=256, batch_size=8, accum=1, steps=250),
+}
+NOT_IN_NAME = {"arm", "preset", "seed", "device", "compile", "threads", "out", "save_every", "resume", "force"}  # never change a result
+
+
+def science(config):
+    """The flags that can change a result, as a dict."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IN_NAME}
+
+
+def run_name(config):
+    """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
+    plain = dataclasses.replace(Config(), **ARMS.get(config.arm, {}), depth=config.depth)
+    name = f"{config.arm}_d{config.depth}_seed{config.seed}"
+    return name if science(config) == science(plain) else f"{name}-{common.config_hash(science(config))}"
+
+
+def parse(argv=None):
+    """Config from the command line: defaults, then the preset's flags, then the arm's, then explicit ones. None after --list_arms."""
+    parser = common.make_parser(__doc__)
+    common.add_flags(parser, Config)
+    parser.add_argument("--list_arms", "--list-arms", action="store_true", help="print name, flags and published result of every arm")
+    given = vars(parser.parse_args(argv))
+    if given.pop("list_arms", False):
+        return None
+    arm, preset = given.get("arm", ""), given.get("preset", "")
+    if arm and arm not in ARMS:
+        raise UserError(f"--arm {arm} is unknown; --list_arms prints them: {', '.join(ARMS)}")
+    if preset not in PRESETS and preset:
+        raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
+    config = Config(**{**PRESETS.get(preset, {}), **ARMS.get(arm, {}), **given})
+    if not arm:
+        tunable = set().union(*ARMS.values())
+        mine = {k: getattr(config, k) for k in tunable}
+        same = [name for name, flags in ARMS.items() if mine == {k: flags.get(k, getattr(Config, k)) for k in tunable}]
+        config = dataclasses.replace(config, arm=same[0] if same else "custom")
+    common.check_bounds(config)
+    return config
+
+
+def list_arms():
+    """Print every arm: flags and the published mean validation BPB at depth 6 and 8."""
+    published = json.loads((common.ROOT / "published" / "oe.json").read_text())["arm_stats"]
+    mean = {(row["arm"], row["depth"]): f"{row['val_mean']:.6f}" for row in published if row["val_mean"] is not None}
+    print(f"{'arm':28} {'d6 val':>9} {'d8 val':>9}  flags")
+    for name, flags in ARMS.items():
+        print(f"{name:28} {mean.get((name, 6), '-'):>9} {mean.get((name, 8), '-'):>9}  "
+              + (" ".join(f"--{k} {v}" if v is not True else f"--{k}" for k, v in flags.items()) or "(the defaults)"))
+
+
+def model_config(config, vocab_size):
+    """GPTConfig of a Config."""
+    return GPTConfig.backbone(config.depth, config.head_dim, vocab_size=vocab_size, sequence_len=config.seq_len, oe_m=config.oe_m,
+                              qk_scale=config.qk_scale, wte_route=config.wte_route, out_skip=config.out_skip, shared_eps=config.shared_eps)
+
+
+def build(config, vocab_size, device, dtype):
+    """(model, optimizer) of a Config, initialised, on the device."""
+    model = GPT(model_config(config, vocab_size)).init_weights(config.seed).store_embeddings(dtype).to(device)
+    groups = native_groups(model.roles(), model.cfg.n_embd, head_lr=config.head_lr, embed_lr=config.embed_lr, oe_lr=config.oe_lr,
+                           muon_lr=config.muon_lr, weight_decay=config.weight_decay, polar_dtype=dtype)
+    return model, MuonAdamW(groups)
+
+
+def open_store(config):
+    """The prepared corpus; the default one is prepared first when it is missing."""
+    if config.data == DEFAULT_DATA and not Path(config.data).exists():
+        print("preparing the default corpus (Python's standard library), once")
+        prepare("stdlib", out=config.data)
+    return Store(config.data)
+
+
+def train_step(model, optimizer, batches, config, step, device, autocast):
+    """One optimizer step over config.accum micro-batches; returns the mean loss in nats."""
+    set_schedule(optimizer, step, config.steps, schedule=config.schedule)
+    total = 0.0
+    for _ in range(config.accum):
+        x, y = (z.to(device, non_blocking=True) for z in batches.next())
+        with autocast:
+            loss = model(x, y)
+        (loss / config.accum).backward()
+        total += loss.item() / config.accum
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def evaluate(model, store, config, device, autocast):
+    """{"val_bpb", "heldout_bpb", "val_loss", "heldout_loss"}: bits per byte and nats per token of both splits."""
+    metrics = {}
+    for split in ("val", "heldout"):
+        batches = eval_batches(getattr(store, split), store.bos, config.batch_size, config.seq_len, config.eval_tokens or None)
+        with autocast:
+            score = evaluate_bpb(model, batches, store.token_bytes, device, progress=split)
+        metrics[f"{split}_bpb"], metrics[f"{split}_loss"] = score["bpb"], score["loss"]
+    return metrics
+
+
+def save(path, config, store, model, optimizer, batches, done):
+    """Write a checkpoint after done["step"] steps."""
+    common.save_checkpoint(path, {
+        "script": "train_oe.py", "config": dataclasses.asdict(config), "model_config": dataclasses.asdict(model.cfg),
+        "data_digest": store.digest, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+        "batches": batches.state_dict(), **done})
+
+
+def restore(path, config, store, model, optimizer, batches):
+    """Load a checkpoint of the same run into model, optimizer and batches; returns what save() was given as `done`."""
+    saved = common.load_checkpoint(path)
+    if saved.get("script") != "train_oe.py":
+        raise UserError(f"{path} was written by {saved.get('script')}, not by train_oe.py")
+    if saved["data_digest"] != store.digest:
+        raise UserError(f"{path} was trained on another corpus or tokenizer than {config.data}; name the right --data")
+    old, new = {**science(config), **saved["config"]}, science(config)
+    changed = [k for k in new if old[k] != new[k]]
+    if changed:
+        raise UserError(f"{path} was trained with " + ", ".join(f"--{k} {old[k]} (now {new[k]})" for k in changed) + "; pass the same flags")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    batches.load_state_dict(saved["batches"])
+    return {k: saved[k] for k in ("step", "curve", "train_s")}
+
+
+def claim(config, result, checkpoint):
+    """Refuse to lose an earlier run's files; --force removes them."""
+    if config.force and not config.resume:
+        result.unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
+    elif result.exists() and not config.force:
+        raise UserError(f"{result} exists; --force overwrites it, another --seed or --out keeps it")
+    elif checkpoint.exists() and not config.resume:
+        raise UserError(f"{checkpoint} holds an unfinished run; --resume continues it, --force starts anew")
+
+
+def train(config):
+    """Train and evaluate one run; writes checkpoint and result JSON and returns the result record.
+
+    A run stopped by SIGINT or SIGTERM saves its checkpoint and returns status "stopped" without a result file.
+    """
+    device = common.pick_device(config.device)
+    dtype = common.pick_dtype(config.dtype, device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    run = run_name(config)
+    result, checkpoint = Path(config.out) / f"{run}.json", Path(config.out) / f"{run}.ckpt"
+    with common.locked(result):
+        claim(config, result, checkpoint)
+        store = open_store(config)
+        return _train(config, run, store, device, dtype, result, checkpoint)
+
+
+def _train(config, run, store, device, dtype, result, checkpoint):
+    model, optimizer = build(config, store.vocab_size, device, dtype)
+    batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
+    done = {"step": 0, "curve": [], "train_s": 0.0}
+    if config.resume and checkpoint.exists():
+        done = restore(checkpoint, config, store, model, optimizer, batches)
+        print(f"resuming {run} at step {done['step']}")
+    if config.compile:
+        model.trunk = torch.compile(model.trunk)
+    autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+    tokens = config.batch_size * config.seq_len * config.accum
+    params = model.num_params()
+    print(f"{run}: {params['total']:,} parameters ({params['oe']:,} in hashed tables), {config.steps} steps of {tokens:,} tokens on {device}")
+
+    status, first = "finished", done["step"]
+    with common.stop_requests() as stop, tqdm(total=config.steps, initial=first, unit="step", disable=None) as bar:
+        for step in range(first, config.steps):
+            start = time.perf_counter()
+            loss = train_step(model, optimizer, batches, config, step, device, autocast)
+            done["train_s"] += time.perf_counter() - start
+            done["curve"].append([step, loss])
+            done["step"] = step + 1
+            bar.set_postfix_str(f"loss {loss:.4f}, {tokens * (step + 1) / done['train_s']:,.0f} tok/s", refresh=False)
+            bar.update()
+            if bar.disable and (step + 1) % max(1, config.steps // 10) == 0:
+                print(f"step {step + 1}/{config.steps}  loss {loss:.4f}  {tokens * (step + 1) / done['train_s']:,.0f} tok/s", flush=True)
+            if not loss <= DIVERGED:
+                status = "diverged"
+                break
+            if stop or config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
+                save(checkpoint, config, store, model, optimizer, batches, done)
+            if stop and step + 1 < config.steps:
+                print(f"stopped at step {step + 1}; --resume continues {checkpoint}")
+                status = "stopped"
+                break
+    if status == "finished":
+        save(checkpoint, config, store, model, optimizer, batches, done)
+    metrics = evaluate(model, store, config, device, autocast) if status == "finished" else {}
+    record = common.result_record(
+        script="train_oe.py", run=run, arm=config.arm, status=status,
+        config={**dataclasses.asdict(config), "data_digest": store.digest, "dtype": str(dtype).split(".")[1]},
+        depth=config.depth, width=model.cfg.n_embd, seed=config.seed, params=params, steps=done["step"], tokens=done["step"] * tokens,
+        metrics=metrics, curve=done["curve"],
+        timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"], "peak_mem_mib": common.peak_mem_mib(device)},
+        env=common.env_record(device))
+    if status != "stopped":
+        common.write_json(result, record)
+    return record
+
+
+def main(argv=None):
+    config = parse(argv)
+    if config is None:
+        return list_arms()
+    record = train(config)
+    if record["status"] == "stopped":
+        return 130
+    path = Path(config.out) / f"{record['run']}.json"
+    if record["status"] == "diverged":
+        print(f"diverged at step {record['steps']} (loss {record['curve'][-1][1]}); see {path}")
+        return 0
+    m, t = record["metrics"], record["timing"]
+    print(f"val {m['val_bpb']:.4f} bpb, held-out {m['heldout_bpb']:.4f} bpb "
+          f"({t['train_s']:.0f} s of training, {t['tok_per_s']:,.0f} tok/s, peak {t['peak_mem_mib']:,.0f} MiB); {path}")
+
+
+if __name__ == "__main__":
+    common.cli(main)

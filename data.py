@@ -1,7 +1,7 @@
 """From a corpus to batches: documents, splits, BPE tokenizer, token stores, packing, bits per byte.
 
     python data.py                                  the standard library of this Python, about 12 MB, no download
-    python data.py --corpus climbmix --shards 16    the corpus of the OE paper, from the Hugging Face hub
+    python data.py --corpus climbmix --shards 10    the corpus of the OE paper, from the Hugging Face hub
     python data.py --corpus my_texts/ more.jsonl    your own text, jsonl (key "text"), parquet (column "text"), folders
 
 A store is a folder that appears whole or not at all:
@@ -55,9 +55,8 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 PINNED_SHARD = 6542
 EVAL_TOKENS = 20_971_520         # 320 batches of 32 x 2048 targets, the OE paper's evaluation
-# The OE paper trains on 499,646,464 tokens. A shard of about 250 MB of text holds about 60 million tokens, and cropping to rows
-# of 2,048 may cost a third of them: 13 shards at worst, so that 16 never show a document twice.
-DEFAULT_SHARDS = 16
+# The OE paper trains on 499,646,464 tokens; a shard is about 250 MB of text, some 60 million tokens, of which packing drops 3 %.
+DEFAULT_SHARDS = 10
 
 # GPT-4's pre-split with digit runs of at most two. No alternative reaches over a newline into a character that is not white
 # space: cut_document() relies on it.
@@ -497,7 +496,7 @@ def prepare_climbmix(vocab_size, shards, out, tokenizer_chars=TOKENIZER_CHARS, e
 def prepare(corpus="stdlib", vocab_size=8192, shards=None, out=None, tokenizer_chars=TOKENIZER_CHARS):
     """Prepare a corpus and return its store's folder (Path); at once when the same store is already there.
 
-    corpus: "stdlib", "climbmix", a path or a list of paths. shards: training shards of climbmix (default 16).
+    corpus: "stdlib", "climbmix", a path or a list of paths. shards: training shards of climbmix (default 10).
     out: the folder, by default stores/<name>-<vocab_size>. tokenizer_chars: train text that the tokenizer sees at most.
     UserError for what cannot be read, is too small, or when another store lies at `out`.
     """

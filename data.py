@@ -67,8 +67,6 @@ PRE_SPLIT = "|".join([
     r" ?[^\s\p{L}\p{N}]+[\r\n]*",    # punctuation
     r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
 ])
-
-
 SAFE_CUT = re.compile(r"\n(?=\S)")
 
 
@@ -145,21 +143,21 @@ def read_documents(files, notes):
                 yield text
 
 
-def walk(folder):
-    """Every file under the folder that is not hidden, sorted by its path relative to it."""
+def walk(folder, skip=frozenset()):
+    """Every file under the folder that is not hidden nor in a folder of a skipped name, sorted by its path relative to it."""
     found = []
     for root, folders, names in os.walk(folder):
-        folders[:] = [d for d in folders if not d.startswith(".")]
+        folders[:] = [d for d in folders if not d.startswith(".") and d not in skip]
         found += [Path(root, n) for n in names if not n.startswith(".")]
     return sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(folder).as_posix())
 
 
 def stdlib_files():
     root = Path(sysconfig.get_path("stdlib"))
-    files = [p for p in walk(root) if p.suffix == ".py" and not SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
+    files = [(p, False) for p in walk(root, SKIPPED_FOLDERS) if p.suffix == ".py"]
     if not files:
         raise UserError(f"this Python keeps no .py files under {root}; use --corpus PATH")
-    return [(p, False) for p in files]
+    return files
 
 
 def path_files(paths):
@@ -313,14 +311,6 @@ def train_tokenizer(texts, vocab_size):
     return tokenizer
 
 
-def load_tokenizer(path):
-    from tokenizers import Tokenizer
-    tokenizer = Tokenizer.from_file(str(path))
-    # Not kept in the file: without it the text "<|bos|>" inside a document would become the special id.
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
 def encode(tokenizer, text):
     """str -> list of int; never a special id, whatever the text says."""
     tokenizer.encode_special_tokens = True
@@ -413,7 +403,11 @@ class Store:
 
     @functools.cached_property
     def tokenizer(self):
-        return load_tokenizer(self.folder / "tokenizer.json")
+        from tokenizers import Tokenizer
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        # The file does not keep it: without it the text "<|bos|>" inside a document would become the special id.
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
 
 def already_there(out, settings):
@@ -577,16 +571,13 @@ class BestFitBatches:
     def epoch(self):
         return self.arrivals // len(self.starts)
 
-    def _piece(self, arrival):
+    def _entry(self, arrival):
         epoch, position = divmod(arrival, len(self.starts))
         if self._order[0] != epoch:
             # Sorting raw draws: numpy promises that these never change, which it does not of permutation().
             draws = np.random.PCG64(derive_seed("bestfit", self.seed, epoch)).random_raw(len(self.starts))
             self._order = (epoch, np.argsort(draws, kind="stable"))
-        return int(self._order[1][position])
-
-    def _entry(self, arrival):
-        piece = self._piece(arrival)
+        piece = int(self._order[1][position])
         return int(self.lengths[piece]), -arrival, piece
 
     def _fill(self, row):
@@ -657,43 +648,24 @@ class RandomBatches:
 
 # ---- evaluation ----
 
-class Counted:
-    """An iterator that knows how many items it started with, so that a progress bar can show the time left."""
-
-    def __init__(self, items, length):
-        self.items, self.length = items, length
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self.items)
-
-
 def eval_batches(tokens, bos, batch_size, seq_len, max_tokens=None, rank=0, world=1):
-    """Fixed windows: an iterator, with a len(), of (inputs, targets), LongTensors [B, T].
+    """Fixed windows: yields (inputs, targets), LongTensors [B, T].
 
     Targets of row r are tokens r T .. r T + T - 1, inputs are bos and all of these but the last: every token of the split (of its
     first max_tokens) is a target exactly once and every row starts as in training. Rank k of `world` gets the rows k, k + world, ...
     What the last row and the last batch lack is filled with target -1 and input bos. B is batch_size, or the number of rows if less.
     """
     tokens = np.asarray(tokens[:max_tokens])
-    rows = np.arange(rank, -(-len(tokens) // seq_len), world)
-    size = min(batch_size, len(rows))
-
-    def batches():
-        for i in range(0, len(rows), max(size, 1)):
-            y = np.full((size, seq_len), -1, dtype=np.int64)
-            for j, r in enumerate(rows[i:i + size]):
-                chunk = tokens[r * seq_len:(r + 1) * seq_len]
-                y[j, :len(chunk)] = chunk
-            x = np.full_like(y, bos)
-            x[:, 1:] = np.where(y[:, :-1] < 0, bos, y[:, :-1])
-            yield torch.from_numpy(x), torch.from_numpy(y)
-    return Counted(batches(), -(-len(rows) // max(size, 1)))
+    rows = range(rank, -(-len(tokens) // seq_len), world)
+    size = max(1, min(batch_size, len(rows)))
+    for i in range(0, len(rows), size):
+        y = np.full((size, seq_len), -1, dtype=np.int64)
+        for j, r in enumerate(rows[i:i + size]):
+            chunk = tokens[r * seq_len:(r + 1) * seq_len]
+            y[j, :len(chunk)] = chunk
+        x = np.full_like(y, bos)
+        x[:, 1:] = np.where(y[:, :-1] < 0, bos, y[:, :-1])
+        yield torch.from_numpy(x), torch.from_numpy(y)
 
 
 @torch.no_grad()

@@ -453,10 +453,7 @@ def test_every_token_is_a_target_once(n, world):
     tokens = np.random.default_rng(0).integers(0, 99, n).astype(np.uint16)
     rows = {}
     for rank in range(world):
-        batches = eval_batches(tokens, 99, 4, 16, rank=rank, world=world)
-        count = len(batches)
-        seen = list(batches)
-        assert len(seen) == count
+        seen = list(eval_batches(tokens, 99, 4, 16, rank=rank, world=world))
         mine = torch.cat([y for _, y in seen]) if seen else torch.empty(0, 16)
         for k, y in enumerate(mine[(mine[:, 0] >= 0)] if len(mine) else []):
             rows[rank + k * world] = y
@@ -468,16 +465,12 @@ def test_every_token_is_a_target_once(n, world):
     assert stream[stream >= 0].tolist() == tokens.tolist() and (stream < 0).sum() == -n % 16
 
 
-def test_eval_token_budget_is_320_batches():
-    class Long:  # stands for a split of the paper's size without its memory
-        def __len__(self):
-            return data.EVAL_TOKENS
-
-        def __getitem__(self, key):
-            return np.broadcast_to(np.uint16(1), len(range(data.EVAL_TOKENS)[key]))
-    assert len(eval_batches(Long(), 99, 32, 2048)) == 320
-    assert len(eval_batches(Long(), 99, 32, 2048, max_tokens=65_537)) == 2
-    assert len(eval_batches(Long(), 99, 32, 2048, rank=1, world=8)) == 40
+def test_the_paper_counts_320_batches():
+    """At a 64th of the row length, on a split a 64th as long."""
+    tokens = np.zeros(data.EVAL_TOKENS // 64, dtype=np.uint16)
+    count = lambda **kw: [tuple(y.shape) for _, y in eval_batches(tokens, 99, 32, 32, **kw)]
+    assert count() == [(32, 32)] * 320 and count(rank=1, world=8) == [(32, 32)] * 40
+    assert count(max_tokens=1025) == [(32, 32)] * 2 and count(max_tokens=40) == [(2, 32)]
 
 
 class Uniform(torch.nn.Module):

@@ -697,6 +697,19 @@ def evaluate_bpb(model, batches, token_bytes, device="cpu", progress=None):
             "nats": nats, "bytes": n_bytes, "tokens": n_tokens}
 
 
+def evaluate_splits(model, store, batch_size, max_tokens=0, device="cpu"):
+    """evaluate_bpb on val and heldout in rows of model.cfg.sequence_len; max_tokens: score only the first ones of each, 0 is all.
+
+    Returns {"val_bpb", "val_loss", "val_nats", "val_bytes", "val_tokens", and the same five for heldout}.
+    """
+    metrics = {}
+    for name in ("val", "heldout"):
+        batches = eval_batches(getattr(store, name), store.bos, batch_size, model.cfg.sequence_len, max_tokens or None)
+        found = evaluate_bpb(model, batches, store.token_bytes, device, progress=name)
+        metrics.update({f"{name}_{key}": value for key, value in found.items()})
+    return metrics
+
+
 # ---- command line ----
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -513,6 +514,19 @@ def test_bpb_weighs_each_target(small):
     got = evaluate_bpb(Fixed(), [(torch.zeros(1, 4).long(), torch.tensor([[2, 3, 0, -1]]))], token_bytes)
     assert got["nats"] == 2.5 and got["bytes"] == 4 and got["tokens"] == 3
     assert got["bpb"] == pytest.approx(2.5 / (4 * math.log(2)), rel=1e-12) and got["loss"] == pytest.approx(3.75 / 3)
+
+
+def test_both_splits_are_scored(small):
+    store, _ = small
+    model = Uniform(store.vocab_size)
+    model.cfg = types.SimpleNamespace(sequence_len=16)
+    got = data.evaluate_splits(model, store, 4)
+    for name in ("val", "heldout"):
+        size = store.meta["splits"][name]
+        assert got[f"{name}_tokens"] == size["tokens"] and got[f"{name}_bytes"] == size["bytes"]
+        texts = size["tokens"] - size["documents"]
+        assert got[f"{name}_bpb"] == pytest.approx(math.log2(store.vocab_size) * texts / size["bytes"], rel=1e-6)
+    assert data.evaluate_splits(model, store, 4, max_tokens=33)["heldout_tokens"] == 33
 
 
 # ---- bad input ----

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import common
 from common import UserError, flag
-from data import BestFitBatches, Store, eval_batches, evaluate_bpb, prepare
+from data import BestFitBatches, Store, evaluate_splits, prepare
 from model import GPT, GPTConfig
 from optim import MuonAdamW, native_groups, set_schedule
 
@@ -156,17 +156,6 @@ def train_step(model, optimizer, batches, config, step, device, autocast):
     return total
 
 
-def evaluate(model, store, config, device, autocast):
-    """{"val_bpb", "heldout_bpb", "val_loss", "heldout_loss"}: bits per byte and nats per token of both splits."""
-    metrics = {}
-    for split in ("val", "heldout"):
-        batches = eval_batches(getattr(store, split), store.bos, config.batch_size, config.seq_len, config.eval_tokens or None)
-        with autocast:
-            score = evaluate_bpb(model, batches, store.token_bytes, device, progress=split)
-        metrics[f"{split}_bpb"], metrics[f"{split}_loss"] = score["bpb"], score["loss"]
-    return metrics
-
-
 def save(path, config, store, model, optimizer, batches, done):
     """Write a checkpoint after done["step"] steps."""
     common.save_checkpoint(path, {
@@ -257,7 +246,10 @@ def _train(config, run, store, device, dtype, result, checkpoint):
                 break
     if status == "finished":
         save(checkpoint, config, store, model, optimizer, batches, done)
-    metrics = evaluate(model, store, config, device, autocast) if status == "finished" else {}
+    metrics = {}
+    if status == "finished":
+        with autocast:
+            metrics = evaluate_splits(model, store, config.batch_size, config.eval_tokens, device)
     record = common.result_record(
         script="train_oe.py", run=run, arm=config.arm, status=status,
         config={**dataclasses.asdict(config), "data_digest": store.digest, "dtype": str(dtype).split(".")[1]},

@@ -26,7 +26,7 @@ import re
 import shutil
 import sys
 import sysconfig
-import tempfile
+import uuid
 from bisect import bisect_right, insort
 from collections import Counter
 from contextlib import ExitStack
@@ -173,8 +173,11 @@ def path_files(paths):
 
 
 def sha256_of(path):
+    sha = hashlib.sha256()
     with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        for block in iter(lambda: f.read(1 << 20), b""):
+            sha.update(block)
+    return sha.hexdigest()
 
 
 # ---- climbmix from the hub ----
@@ -456,15 +459,14 @@ def make_store(folder, settings, files, pinned, limit):
 def build(out, settings, files, pinned=(), limit=None):
     """make_store in a temporary folder beside `out`, then rename. Of two processes at once the first one's store stays."""
     real = Path(os.path.realpath(out))
-    tmp = None
+    tmp = real.parent / f".{real.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         real.parent.mkdir(parents=True, exist_ok=True)
-        tmp = Path(tempfile.mkdtemp(prefix=f".{real.name}.", suffix=".tmp", dir=real.parent))
+        tmp.mkdir()
         make_store(tmp, settings, files, list(pinned), limit)
         for path in tmp.iterdir():
             with open(path, "rb+") as f:
                 os.fsync(f.fileno())
-        tmp.chmod(real.parent.stat().st_mode & 0o777)  # mkdtemp lets nobody else in
         try:
             os.rename(tmp, real)
         except OSError:
@@ -473,8 +475,7 @@ def build(out, settings, files, pinned=(), limit=None):
     except OSError as err:
         raise UserError(f"cannot prepare {out}: {err}") from None
     finally:
-        if tmp is not None:
-            shutil.rmtree(tmp, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)
     return out
 
 

@@ -14,7 +14,8 @@ from base64 import b64encode
 from common import atomic_path, finite
 from records import number, size
 
-NUMERIC = {"n", "mean", "sd", "params", "below 0", "detectable", "p", "p Holm"}
+NUMERIC = {"n", "mean", "sd", "params", "below 0", "seeds needed", "detectable", "p", "p Holm"}
+WRAPPED = {"notes", "what", "per seed"}
 MOST_DRAWN = 80   # contrasts in one forest plot: more cannot be read
 MOST_LEGEND = 12  # arms in one legend
 
@@ -68,7 +69,7 @@ def contrast_table(rows, args):
                "below 0": lambda r: "-" if r["improved"] is None else f"{r['improved']}/{r['n']}",
                "ranges": lambda r: {True: "separated", False: "touching", None: "-"}[r["separated"]]}
     if args.power is not None:
-        columns[f"seeds for {args.power:g}"] = lambda r: "-" if r.get("detectable") is None else str(r["seeds_needed"] or "> 1,000,000")
+        columns["seeds needed"] = lambda r: "-" if r.get("detectable") is None else str(r["seeds_needed"] or "> 1,000,000")
         columns["detectable"] = lambda r: text_of(r.get("detectable"))
     if args.holm:
         columns["p"] = lambda r: "-" if r.get("p") is None else f"{r['p']:.3g}"
@@ -132,7 +133,7 @@ def legend_lines(args, rows):
     lines = [f"Differences are paired by seed; lower is better. * the {100 * (1 - args.alpha):g} % t interval excludes 0: descriptive, "
              "not corrected for the number of contrasts. sd divides by n - 1."]
     if args.power is not None:
-        lines.append(f"seeds for {args.power:g}: pairs needed to detect that difference at 80 % power (two-sided, alpha {args.alpha:g}, "
+        lines.append(f"seeds needed: pairs needed to detect a difference of {args.power:g} at 80 % power (two-sided, alpha {args.alpha:g}, "
                      "non-central t); detectable: smallest difference at the present n.")
         for n in sorted({r["n"] for r in rows if r["sd"]}):
             from scipy.special import chdtri
@@ -172,17 +173,17 @@ def forest_panels(rows, alpha):
                 color = "#1b6e3c" if r["ci"] and r["ci"][1] < 0 else "#a8321e" if r["ci"] and r["ci"][0] > 0 else "#555555"
                 if r["ci"]:
                     axis.plot(r["ci"], [y, y], color=color, lw=2, solid_capstyle="butt", zorder=2)
-                axis.plot(r["mean"], y, "D", color=color, ms=5, zorder=4)
-                axis.plot(list(r["per_seed"].values()), [y] * r["n"], "o", color="white", mec=color, ms=4.5, zorder=3)
+                axis.plot(r["mean"], y, "D", color=color, ms=4.5, zorder=4)
+                axis.plot(list(r["per_seed"].values()), [y + 0.27] * r["n"], "o", color="white", mec=color, ms=4, mew=0.9, zorder=3)
             axis.axvline(0, color="black", lw=0.8)
             axis.set_yticks(range(len(inside)), [clip(r["name"]) for r in inside])
-            axis.set_ylim(len(inside) - 0.4, -0.6)
+            axis.set_ylim(len(inside) - 0.3, -0.6)
             axis.set_title(f"{size(group[:3])}: {group[3]}, paired differences", loc="left", fontsize=10)
             axis.set_xlabel(f"difference in {group[3]} (lower is better); diamond: mean, bar: {100 * (1 - alpha):g} % t interval, circles: seeds")
             axis.grid(axis="x", color="#dddddd", lw=0.6)
             axis.set_axisbelow(True)
         return draw
-    return [(1.1 + 0.27 * len(inside), drawer(group, inside)) for group, inside in groups.items()]
+    return [(1.1 + 0.3 * len(inside), drawer(group, inside)) for group, inside in groups.items()]
 
 
 def clip(text, most=70):
@@ -229,15 +230,15 @@ def save_figure(path, panels):
 # ---- the page ----
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 2rem auto; max-width: 84rem; padding: 0 1.5rem }
-h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem } p, li { max-width: 60rem }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 2rem auto; max-width: 100rem; padding: 0 1.5rem }
+h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem } p, li { max-width: 60rem }
 .scroll { overflow-x: auto; border: 1px solid #d8d8d8; border-radius: 6px }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; width: 100% }
 th { text-align: left; background: #f3f4f2; position: sticky; top: 0; white-space: nowrap }
 th button { all: unset; cursor: pointer; padding: .4rem .6rem; display: block } th button:focus-visible { outline: 2px solid #2b6cb0 }
 th[aria-sort=ascending] button::after { content: " \\25B2" } th[aria-sort=descending] button::after { content: " \\25BC" }
 td { padding: .3rem .6rem; border-top: 1px solid #e6e6e6; vertical-align: top; white-space: nowrap } td.num { text-align: right }
-td.wrap { white-space: normal; min-width: 14rem } tr:hover td { background: #faf8ef } img { max-width: 100% } .mark { color: #a8321e }
+td.wrap { white-space: normal; min-width: 9rem } td.long { white-space: normal; min-width: 18rem } th.num button { text-align: right } tr:hover td { background: #faf8ef } img { max-width: 100% } .mark { color: #a8321e }
 """
 
 SORT = """
@@ -246,8 +247,7 @@ for (const button of document.querySelectorAll("th button")) button.onclick = ()
   const up = head.getAttribute("aria-sort") !== "ascending", key = row => row.cells[head.cellIndex].dataset.sort;
   for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
   head.setAttribute("aria-sort", up ? "ascending" : "descending");
-  const order = (a, b) => { const x = parseFloat(a), y = parseFloat(b);
-    return isNaN(x) || isNaN(y) ? isNaN(x) - isNaN(y) || a.localeCompare(b) : x - y; };
+  const order = (a, b) => a === "" || b === "" ? (a === "") - (b === "") : isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b;
   body.append(...[...body.rows].sort((a, b) => (up ? 1 : -1) * order(key(a), key(b))));
 };
 """
@@ -263,15 +263,24 @@ PAGE = """<!doctype html>
 """
 
 
+def sort_key(text):
+    """What a cell sorts by: a number (of an interval its lower end, of a count its share), else the text; '' comes last."""
+    if fraction := re.fullmatch(r"(\d+)/(\d+)", text):
+        return str(int(fraction[1]) / max(1, int(fraction[2])))
+    first = text.replace(",", "") if re.fullmatch(r"[\d,]+", text) else text.split(", ")[0].lstrip("[")
+    return "" if text == "-" else first if re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", first) else text
+
+
 def html_table(headers, rows):
     """A table whose headers sort it; every text is escaped."""
-    def cell(text, header):
-        kind = "num" if header in NUMERIC else "wrap" if header in ("notes", "what", "printed", "published") else ""
-        key = text.replace(",", "").lstrip("[") if text not in ("-", "") else ""
-        inner = html.escape(text)
-        return f'<td class="{kind}" data-sort="{html.escape(key)}">{f"<span class=mark>{inner}</span>" if header == "notes" else inner}</td>'
+    kind = lambda header: "num" if header in NUMERIC else "long" if header in ("printed", "published") else "wrap" if header in WRAPPED else ""
 
-    head = "".join(f'<th scope="col"><button type="button">{html.escape(h)}</button></th>' for h in headers)
+    def cell(text, header):
+        key = sort_key(text)
+        inner = html.escape(text)
+        return f'<td class="{kind(header)}" data-sort="{html.escape(key)}">{f"<span class=mark>{inner}</span>" if header == "notes" else inner}</td>'
+
+    head = "".join(f'<th scope="col" class="{kind(h)}"><button type="button">{html.escape(h)}</button></th>' for h in headers)
     body = "\n".join("<tr>" + "".join(map(cell, row, headers)) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 

@@ -341,7 +341,7 @@ def make_row(item, metric, args, notes):
         row.update(mean=mean(deltas), sd=deviation(deltas), ci=interval(deltas, args.alpha), ci95=interval(deltas, 0.05),
                    improved=sum(d < 0 for d in deltas))
         row["marks"] += ["sd 0: are the runs copies?"] if row["sd"] == 0 else []
-    elif not any(c.runs for _, c in terms) and all(c.printed.get(metric) and c.printed[metric].mean is not None for _, c in terms):
+    elif not all(c.runs for _, c in terms) and all(c.printed.get(metric) and c.printed[metric].mean is not None for _, c in terms):
         row.update(mean=math.fsum(s * c.printed[metric].mean for s, c in terms))
         row["marks"].append("unpaired: printed means")
     return row
@@ -540,7 +540,7 @@ def show_results(args, cells, arms, rows, notes, skipped, files):
         report.save_figure(args.plot, panels)
     if args.html:
         title = "Paired contrasts: " + ", ".join(dict.fromkeys(size(c.group) for c in cells))
-        text = report.page(tables, figures, legend, skipped + notes, title, f"{len(cells)} arms and {len(rows)} contrasts from {files} files.")
+        text = report.page(tables, figures, legend, skipped + notes, title, f"{len(cells)} arms and {len(rows)} contrasts from {files} file{'s' * (files > 1)}.")
         with atomic_path(args.html) as tmp:
             tmp.write_text(text, encoding="utf-8")
     if args.csv:

@@ -213,7 +213,7 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, [p.grad for p in params], 1 - group["momentum"])
         u = torch.stack([p.grad for p in params]).lerp_(torch.stack(buffers), group["momentum"])    # Nesterov: [K, rows, cols]
         u = equilibrate(u, group["equilibrate"])
-        u = polar_express(u.to(group["polar_dtype"] if u.dtype == torch.float32 else u.dtype))
+        u = polar_express(u.to(group["polar_dtype"]))
         u, v = normuon_scale(u, torch.stack([self.state[p]["second_moment"] for p in params]), group["beta2"])
         lr = group["lr"] * max(1.0, rows / cols) ** 0.5
         for p, direction, moment in zip(params, u.to(params[0].dtype), v):
@@ -262,11 +262,19 @@ def set_schedule(optimizer, step, steps, *, schedule="trapezoid", cooldown=False
     return multiplier
 
 
+# The OE paper's 0-parameter optimizer package (tier 1): arguments of native_groups() and set_schedule()
+PACKAGE = dict(equilibrate_tau=25, neumann_tau=80, float32_state=True, float32_polar=True)
+PACKAGE_SCHEDULE = dict(cooldown=True, cosine_decay=True)
+
+
 def native_groups(roles, width, *, head_lr=0.004, embed_lr=0.6, muon_lr=0.04, resid_lr=0.005, x0_lr=0.5, q_lr=0.005, oe_lr=None,
-                  weight_decay=0.2, polar_dtype=torch.float32):
+                  weight_decay=0.2, dtype=torch.float32, equilibrate_tau=0, neumann_tau=0, table_neumann_tau=0, float32_state=False,
+                  float32_polar=False):
     """Parameter groups of the OE paper's native recipe from GPT.roles(); every parameter lands in exactly one group.
 
-    The rates of head, embeddings and tables scale by (width / 768)^-1/2; oe_lr None means embed_lr. weight_decay is Muon's.
+    The rates of head, embeddings and tables scale by (width / 768)^-1/2; oe_lr None means embed_lr. weight_decay is Muon's. The polar
+    step runs in `dtype` (the run's), with float32_polar in float32 at least. The taus and float32 switches are the package's: see
+    PACKAGE; table_neumann_tau is the Table-Neumann control.
     """
     by_role = {}
     for _, role, p in roles:
@@ -274,15 +282,50 @@ def native_groups(roles, width, *, head_lr=0.004, embed_lr=0.6, muon_lr=0.04, re
     scale = (width / 768) ** -0.5
     oe_lr = embed_lr if oe_lr is None else oe_lr
     adamw = dict(kind="adamw", betas=(0.8, 0.95))
+    embed = dict(adamw, initial_lr=embed_lr * scale, neumann_tau=neumann_tau, float32_state=float32_state)
     x0 = dict(kind="adamw", initial_lr=x0_lr, betas=(0.96, 0.95))
     recipe = {
-        "lm_head": dict(adamw, initial_lr=head_lr * scale),
-        "wte": dict(adamw, initial_lr=embed_lr * scale),
-        "value_embeds": dict(adamw, initial_lr=embed_lr * scale),
+        "lm_head": dict(adamw, initial_lr=head_lr * scale, neumann_tau=neumann_tau),
+        "wte": embed, "value_embeds": embed,
         "resid_lambdas": dict(adamw, initial_lr=resid_lr),
         "x0_lambdas": x0, "wte_lambdas": x0, "out_lambdas": x0,
         "q_log": dict(adamw, initial_lr=q_lr),
-        "matrix": dict(kind="muon", initial_lr=muon_lr, initial_decay=weight_decay, polar_dtype=polar_dtype),
-        "oe": dict(kind="oe", initial_lr=oe_lr * scale),
+        "matrix": dict(kind="muon", initial_lr=muon_lr, initial_decay=weight_decay, equilibrate_tau=equilibrate_tau,
+                       polar_dtype=torch.float32 if float32_polar and dtype == torch.bfloat16 else dtype),
+        "oe": dict(kind="oe", initial_lr=oe_lr * scale, neumann_tau=table_neumann_tau),
     }
     return [dict(recipe[role], role=role, params=params, lr=0.0) for role, params in by_role.items()]
+
+
+# ---- step-0 controls (OE 4.5) ----
+
+ROUTE_SCALARS = ("wte_lambdas", "out_lambdas")
+ALL_SCALARS = ("resid_lambdas", "x0_lambdas", *ROUTE_SCALARS)
+STEP0 = {  # mode -> (roles it acts on, what of their first step survives)
+    "full": ((), "displacement, moments, counter"),
+    "nostep0": (ROUTE_SCALARS, "nothing"),
+    "mom_only_nodisp": (ROUTE_SCALARS, "moments, counter"),
+    "disp_only_nomom": (ROUTE_SCALARS, "displacement"),
+    "disp_stepcount_nomom": (ROUTE_SCALARS, "displacement, counter"),
+    "nostep0_all": (ALL_SCALARS, "nothing"),
+}
+
+
+@torch.no_grad()
+def first_step(optimizer, roles, mode):
+    """optimizer.step() at step 0, after which only what STEP0[mode] names survives for the scalars it names."""
+    chosen, kept = STEP0[mode]
+    params = [p for _, role, p in roles if role in chosen]
+    before = [p.clone() for p in params]
+    if kept == "nothing":
+        for p in params:
+            p.grad = None
+    optimizer.step()
+    for p, old in zip(params, before):
+        if "displacement" not in kept:
+            p.copy_(old)
+        if kept == "displacement":
+            optimizer.state[p].clear()
+        elif "moments" not in kept and kept != "nothing":
+            optimizer.state[p]["exp_avg"].zero_()
+            optimizer.state[p]["exp_avg_sq"].zero_()

@@ -234,7 +234,7 @@ def power(n, effect, alpha):
     from scipy.special import nctdtr, stdtrit
     t, shift = float(stdtrit(n - 1, 1 - alpha / 2)), effect * math.sqrt(n)
     below, far = (float(nctdtr(n - 1, shift, x)) for x in (t, -t))
-    if math.isnan(below) and shift > 30 * t:  # scipy gives NaN where a tail underflows: it is 0 there
+    if math.isnan(below) and shift > t + 10 * math.sqrt(1 + t * t / (2 * n - 2)):  # scipy gives NaN where a tail underflows: it is 0
         below = 0.0
     return 1 - below + (0.0 if math.isnan(far) else far)
 
@@ -309,7 +309,7 @@ def contrast_marks(terms, metric, mixes):
     """Warnings of a contrast: capacity, mixed budgets, a rate at the edge of its bracket."""
     marks = ["mixed"] if mixes else []
     sides = [(a.params, b.params) for (_, a), (_, b) in zip(terms[::2], terms[1::2])]
-    if any(a and b and abs(a - b) > CAPACITY * min(a, b) for a, b in sides):
+    if any(a and b and abs(a - b) > CAPACITY * max(a, b) for a, b in sides):
         marks.append("capacity")
     return marks + list(dict.fromkeys(f"{c.arm}: {text}" for _, c in terms for m, text in c.marks if m == metric))
 
@@ -479,14 +479,20 @@ def check_outputs(args, paths):
             taken[where] = f"the file of {name}"
 
 
+def cells_of(batch, args, notes):
+    """The arms of --depth, or all of them. UserError when there are none."""
+    if args.depth is not None:
+        depths = sorted({x.depth for x in [*batch.runs, *batch.printed] if x.depth is not None})
+        if args.depth not in depths:
+            raise UserError(f"--depth {args.depth}: no such runs; depths here: {', '.join(map(str, depths)) or 'none'}")
+        batch = dataclasses.replace(batch, runs=[r for r in batch.runs if r.depth == args.depth],
+                                    printed=[p for p in batch.printed if p.depth == args.depth])
+    return make_cells(batch, notes)
+
+
 def collect(batch, args, asked, notes):
     """(cells, arm rows, contrast rows) of what was read and asked for."""
-    cells = make_cells(batch, notes)
-    if args.depth is not None:
-        depths = sorted({c.depth for c in cells if c.depth is not None})
-        cells = [c for c in cells if c.depth == args.depth]
-        if not cells:
-            raise UserError(f"--depth {args.depth}: no such runs; depths here: {', '.join(map(str, depths)) or 'none'}")
+    cells = cells_of(batch, args, notes)
     wanted = [m.strip() for m in args.metric.split(",") if m.strip()]
     known = {m for c in cells for r in c.runs.values() for m, v in r.metrics.items() if number(v) is not None} | {m for c in cells for m in c.printed}
     for metric in wanted:
@@ -566,7 +572,7 @@ def main(argv=None):
         raise UserError(f"no result in {len(paths)} file{'s' * (len(paths) > 1)}; name JSON files that a training script wrote")
     notes = []
     if args.list:
-        print(as_list(make_cells(batch, notes), batch.names))
+        print(as_list(cells_of(batch, args, notes), batch.names))
         return 1 if skipped else 0
     cells, arms, rows = collect(batch, args, asked, notes)
     if not any(r["n"] or r["printed"] for r in arms):

@@ -22,7 +22,7 @@ import common
 from common import UserError, flag
 from data import BestFitBatches, Store, evaluate_splits, prepare
 from model import GPT, GPTConfig
-from optim import MuonAdamW, native_groups, set_schedule
+from optim import STEP0, MuonAdamW, first_step, native_groups, set_schedule
 
 DEFAULT_DATA = "stores/stdlib-8192"
 DIVERGED = 100.0   # a loss above this (nats) or NaN ends the run
@@ -50,6 +50,16 @@ class Config:
     oe_lr: float = flag(0.6, "rate of the hashed tables, times (width / 768)^-1/2", low=0)
     muon_lr: float = flag(0.04, "Muon rate of the matrices", low=0)
     weight_decay: float = flag(0.2, "Muon's cautious weight decay at the start; goes to 0 with progress", low=0)
+    lr_scale: float = flag(1.0, "multiplies every learning rate; momentum follows the unscaled schedule", low=0)
+    muon_wd_scale: float = flag(1.0, "multiplies Muon's weight decay", low=0)
+    equilibrate_tau: int = flag(0, "equilibrate Muon's matrices, at full strength after this many steps; 0 is off (the package: 25)", low=0)
+    neumann_tau: int = flag(0, "whiten gradients of wte, value embeddings and head likewise; 0 is off (the package: 80)", low=0)
+    table_neumann_tau: int = flag(0, "whiten the hashed tables' mean gradients likewise; 0 is off", low=0)
+    momentum_cooldown: bool = flag(False, "Muon's momentum falls from 0.95 to 0.85 over the last half")
+    cosine_decay: bool = flag(False, "the weight decay follows a cosine instead of a line")
+    float32_state: bool = flag(False, "float32 moments and master copies of bfloat16 embeddings")
+    float32_polar: bool = flag(False, "orthogonalise in float32 where the run is bfloat16")
+    step0: str = flag("full", "what of the residual scalars' first step survives (OE 4.5)", choices=tuple(STEP0))
     schedule: str = flag("trapezoid", "learning-rate schedule", choices=("trapezoid", "cosine", "wsd", "linear"))
     seed: int = flag(42, "seed of the weights", low=0)
     data_seed: int = flag(0, "seed of the data order", low=0)
@@ -64,9 +74,35 @@ class Config:
     force: bool = flag(False, "overwrite an existing result or checkpoint")
 
 
-ARMS = {  # name -> flags that differ from the native dense recipe
+OE = dict(oe_m=150_855)
+OPT = dict(equilibrate_tau=25, neumann_tau=80, momentum_cooldown=True, cosine_decay=True, float32_state=True, float32_polar=True)
+JOINT = dict(OPT, qk_scale="full")
+BF16 = dict(JOINT, float32_state=False)
+LR141 = dict(lr_scale=1.41421356, muon_wd_scale=0.70710678)
+SKIP = dict(OE, **JOINT, wte_route="separate", out_skip=True)
+ARMS = {  # name -> flags that differ from the native dense recipe; the names are the OE paper's
     "00_dense_native": {},
-    "10_oe_native": dict(oe_m=150_855),
+    "01_dense_opt": OPT,
+    "02_dense_joint": JOINT,
+    "02m_dense_masked_qk": dict(OPT, qk_scale="masked"),
+    "00_dense_native_lr141": LR141,
+    "01_dense_opt_lr141": dict(OPT, **LR141),
+    "02_dense_joint_lr141": dict(JOINT, **LR141),
+    "10_oe_native": OE,
+    "11_oe_opt": dict(OE, **OPT),
+    "12_oe_joint": dict(OE, **JOINT),
+    "12m_oe_masked_qk": dict(OE, **OPT, qk_scale="masked"),
+    "oe_joint_bf16state": dict(OE, **BF16),
+    "oe_table_neumann_native": dict(OE, table_neumann_tau=80),
+    "oe_table_neumann_joint": dict(OE, **JOINT, table_neumann_tau=80),
+    "12d_oe_decoupled_x0": dict(OE, **JOINT, wte_route="separate"),
+    "12d_oe_bf16_decoupled_x0": dict(OE, **BF16, wte_route="separate"),
+    "12d_bf16_shared_denom": dict(OE, **BF16, wte_route="shared"),
+    "12do_oe_decoupled_x0_out": SKIP,
+    "12do_oe_bf16_decoupled_x0_out": dict(OE, **BF16, wte_route="separate", out_skip=True),
+    "12do_shared_denom": dict(SKIP, wte_route="shared"),
+    "12do_shared_denom_f32eps": dict(SKIP, wte_route="shared", shared_eps=2.0**-23),
+    **{f"12do_{mode}": dict(SKIP, step0=mode) for mode in STEP0 if mode != "full"},
 }
 PRESETS = {
     "laptop": dict(depth=4, head_dim=64, seq_len=256, batch_size=8, accum=1, steps=250),
@@ -81,9 +117,10 @@ def science(config):
 
 def run_name(config):
     """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
-    plain = dataclasses.replace(Config(), **ARMS.get(config.arm, {}), depth=config.depth)
+    plain = science(dataclasses.replace(Config(), **ARMS.get(config.arm, {}), depth=config.depth))
+    changed = {k: v for k, v in science(config).items() if v != plain[k]}  # only these: a flag added later leaves old names alone
     name = f"{config.arm}_d{config.depth}_seed{config.seed}"
-    return name if science(config) == science(plain) else f"{name}-{common.config_hash(science(config))}"
+    return f"{name}-{common.config_hash(changed)}" if changed else name
 
 
 def parse(argv=None):
@@ -106,6 +143,8 @@ def parse(argv=None):
         same = [name for name, flags in ARMS.items() if mine == {k: flags.get(k, getattr(Config, k)) for k in tunable}]
         config = dataclasses.replace(config, arm=same[0] if same else "custom")
     common.check_bounds(config)
+    if config.step0 != "full" and config.step0 != "nostep0_all" and config.wte_route == "fused" and not config.out_skip:
+        raise UserError(f"--step0 {config.step0} acts on the scalars of --wte_route and --out_skip; this run has neither")
     return config
 
 
@@ -128,8 +167,9 @@ def model_config(config, vocab_size):
 def build(config, vocab_size, device, dtype):
     """(model, optimizer) of a Config, initialised, on the device."""
     model = GPT(model_config(config, vocab_size)).init_weights(config.seed).store_embeddings(dtype).to(device)
-    groups = native_groups(model.roles(), model.cfg.n_embd, head_lr=config.head_lr, embed_lr=config.embed_lr, oe_lr=config.oe_lr,
-                           muon_lr=config.muon_lr, weight_decay=config.weight_decay, polar_dtype=dtype)
+    names = ("head_lr", "embed_lr", "oe_lr", "muon_lr", "weight_decay", "equilibrate_tau", "neumann_tau", "table_neumann_tau",
+             "float32_state", "float32_polar")
+    groups = native_groups(model.roles(), model.cfg.n_embd, dtype=dtype, **{name: getattr(config, name) for name in names})
     return model, MuonAdamW(groups)
 
 
@@ -143,7 +183,8 @@ def open_store(config):
 
 def train_step(model, optimizer, batches, config, step, device, autocast):
     """One optimizer step over config.accum micro-batches; returns the mean loss in nats."""
-    set_schedule(optimizer, step, config.steps, schedule=config.schedule)
+    set_schedule(optimizer, step, config.steps, schedule=config.schedule, cooldown=config.momentum_cooldown,
+                 cosine_decay=config.cosine_decay, lr_scale=config.lr_scale, decay_scale=config.muon_wd_scale)
     total = 0.0
     for _ in range(config.accum):
         x, y = (z.to(device, non_blocking=True) for z in batches.next())
@@ -151,7 +192,7 @@ def train_step(model, optimizer, batches, config, step, device, autocast):
             loss = model(x, y)
         (loss / config.accum).backward()
         total += loss.item() / config.accum
-    optimizer.step()
+    first_step(optimizer, model.roles(), config.step0) if step == 0 else optimizer.step()
     optimizer.zero_grad()
     return total
 

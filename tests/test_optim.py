@@ -152,7 +152,7 @@ def test_micro_batches_give_the_same_tables(rows, accum):
     idx, y = torch.randint(0, 50, (2, 16, 8), generator=torch.Generator().manual_seed(1))
     def run(rows, accum):
         model = small_model(oe_m=19).double()
-        opt = MuonAdamW(native_groups(model.roles(), 64, polar_dtype=torch.float64))
+        opt = MuonAdamW(native_groups(model.roles(), 64, dtype=torch.float64))
         for step in range(2):
             set_schedule(opt, step, 953)
             for k in range(accum):

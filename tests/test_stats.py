@@ -1,0 +1,650 @@
+"""stats.py on result files: pairing, what is left out or refused, statistics against scipy, outputs, the page in a browser."""
+import base64
+import contextlib
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import report
+import stats
+from common import cli, result_record
+
+ROOT = Path(__file__).resolve().parent.parent
+OE_FILE = str(ROOT / "published" / "oe.json")
+
+
+def run(*argv):
+    """(exit code, stdout, stderr) of `python stats.py argv`, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as exit:
+        cli(stats.main, [str(a) for a in argv])
+    return exit.value.code, out.getvalue(), err.getvalue()
+
+
+def load(*argv, code=0):
+    got, out, err = run(*argv, "--json")
+    assert got == code, err
+    return json.loads(out)
+
+
+def refused(*argv):
+    """The one line of an error with exit code 2."""
+    code, out, err = run(*argv)
+    last = err.strip().splitlines()[-1]
+    assert code == 2 and out == "" and last.startswith("error: ") and "Traceback" not in err
+    return last
+
+
+@pytest.fixture
+def results(tmp_path):
+    """write(arm, seed, value, **fields of the record): one result file; write.folder holds them."""
+    count = itertools.count()
+
+    def write(arm, seed, value, config=None, **fields):
+        record = result_record(script="train_oe.py", run=f"{arm}_{seed}", arm=arm, status="finished", seed=seed, depth=2, width=128,
+                               config={"seed": seed, "data": "stores/a", "data_digest": "d1", **(config or {})},
+                               params={"backbone": 1000, "oe": 0, "total": 1000}, steps=100, tokens=6400, metrics={"val_bpb": value},
+                               curve=[[0, 9.0], [50, 4.0], [100, 3.0]], timing={}, env={})
+        path = tmp_path / "in" / f"{next(count):03d}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({**record, **fields}), encoding="utf-8")
+        return path
+    write.folder = tmp_path / "in"
+    return write
+
+
+def three(results, **arms):
+    """Seeds 1, 2, ... of every arm with these values."""
+    return {name: [results(name, s, v) for s, v in enumerate(values, 1)] for name, values in arms.items()}
+
+
+# ---- statistics against references ----
+
+def test_intervals_and_p_agree_with_scipy_for_n_2_to_30():
+    from scipy.stats import ttest_rel
+    rng = np.random.default_rng(7)
+    for n in range(2, 31):
+        a, b = rng.normal(1, 0.01, n), rng.normal(1.005, 0.01, n)
+        deltas = list(a - b)
+        for alpha in (0.05, 0.01, 0.4):
+            reference = ttest_rel(a, b).confidence_interval(1 - alpha)
+            assert stats.interval(deltas, alpha) == pytest.approx((reference.low, reference.high), rel=1e-9, abs=1e-15)
+        assert stats.p_value(deltas) == pytest.approx(ttest_rel(a, b).pvalue, rel=1e-9)
+        assert stats.deviation(deltas) == pytest.approx(np.std(deltas, ddof=1), rel=1e-10)
+
+
+def test_t_quantile_of_two_degrees_of_freedom():
+    values = [-1.0, 0.0, 1.0]
+    assert stats.interval(values, 0.05)[1] * math.sqrt(3) == pytest.approx(4.302652729911275, rel=1e-9)
+
+
+def test_power_against_simulation():
+    from scipy.stats import t
+    rng = np.random.default_rng(3)
+    for n, effect in ((3, 1.5), (5, 0.9), (12, 0.8)):
+        x = rng.normal(effect, 1, (200_000, n))
+        hits = np.abs(x.mean(1) / x.std(1, ddof=1) * math.sqrt(n)) > t.ppf(0.975, n - 1)
+        assert stats.power(n, effect, 0.05) == pytest.approx(hits.mean(), abs=0.004)
+
+
+def test_power_against_integration_where_scipy_has_nan():
+    """P(|T| > t) = E over s of Phi(nc - t s) + Phi(-nc - t s), s^2 a chi-square over its degrees of freedom."""
+    from scipy.special import gammaln, ndtr, nctdtr, stdtrit
+    nans = 0
+    for n in (2, 3, 5, 10, 30):
+        t, df, u = stdtrit(n - 1, 0.975), n - 1, np.linspace(-30, 5, 200_001)
+        s = np.exp(u)
+        density = np.exp(math.log(2) + df / 2 * math.log(df / 2) - gammaln(df / 2) + df * u - df * s * s / 2)
+        for shift in np.linspace(0.1, 40, 60):
+            exact = np.trapezoid((ndtr(shift - t * s) + ndtr(-shift - t * s)) * density, u)
+            assert stats.power(n, shift / math.sqrt(n), 0.05) == pytest.approx(exact, abs=2e-6)
+            nans += math.isnan(nctdtr(df, shift, -t))
+    assert nans > 10
+
+
+def test_seeds_needed_and_detectable_difference():
+    assert stats.seeds_needed(0.5, 1.0, 0.05) == 34  # the textbook answer for a paired t-test at d = 0.5
+    assert stats.seeds_needed(0.8, 1.0, 0.05) == 15
+    assert stats.seeds_needed(1.0, 0.0, 0.05) == 2 and stats.seeds_needed(1e-9, 1.0, 0.05) is None
+    for delta in (0.3, 1.0, 2.5):
+        n = stats.seeds_needed(delta, 1.0, 0.05)
+        assert stats.power(n, delta, 0.05) >= 0.8 and (n == 2 or stats.power(n - 1, delta, 0.05) < 0.8)
+    for n in (2, 3, 8):
+        assert stats.power(n, stats.detectable(n, 2.0, 0.05) / 2.0, 0.05) == pytest.approx(0.8, abs=1e-6)
+    assert stats.detectable(2, 1.0, 1e-9) is None  # beyond scipy's non-central t: said, not guessed
+
+
+def test_holm_by_hand():
+    assert stats.holm([0.01, 0.04, None, 0.03, 0.005]) == pytest.approx([0.03, 0.06, None, 0.06, 0.02])
+    assert stats.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_one_seed_has_no_interval_and_says_so(results):
+    three(results, modern=[1.0], other=[0.9])
+    code, out, _ = run(results.folder)
+    assert code == 0 and "none (n = 1)" in out
+    c, = load(results.folder)["contrasts"]
+    assert (c["n"], c["sd"], c["ci95"], c["separated"]) == (1, None, None, None) and c["mean"] == pytest.approx(-0.1)
+
+
+def test_two_equal_deltas_are_marked(results):
+    three(results, modern=[1.0, 1.1], other=[0.9, 1.0])
+    code, out, _ = run(results.folder, "--power", 0.01, "--holm")
+    assert code == 0 and "sd 0: are the runs copies?" in out
+    c, = load(results.folder, "--holm")["contrasts"]
+    assert c["sd"] == 0 and c["p"] is None and c["ci95"][0] == c["ci95"][1]
+
+
+# ---- pairing ----
+
+def test_pairing_is_by_seed_whatever_the_order_of_files(results):
+    a = [results("modern", s, v) for s, v in ((1, 1.0), (2, 2.0), (3, 4.0))]
+    b = [results("x", s, v) for s, v in ((3, 4.1), (1, 1.2), (2, 2.3))]
+    first = load(*a, *b)["contrasts"]
+    assert first[0]["per_seed"] == pytest.approx({"1": 0.2, "2": 0.3, "3": 0.1})
+    for order in itertools.islice(itertools.permutations(a + b), 5, 720, 97):
+        assert load(*order)["contrasts"] == first
+
+
+def test_missing_seeds_are_named_and_left_out(results):
+    for s in (1, 2, 3):
+        results("modern", s, 1 + s / 10)
+    for s in (2, 3, 4):
+        results("x", s, 1 + s / 10 - 0.05 * s)
+    code, out, _ = run(results.folder)
+    assert code == 0 and "left out of x - modern" in out
+    assert "seed 1 unpaired (not in x)" in out and "seed 4 unpaired (not in modern)" in out
+    c, = load(results.folder)["contrasts"]
+    assert sorted(c["per_seed"]) == ["2", "3"] and c["mean"] == pytest.approx(-0.125) and "seeds left out" in c["marks"]
+
+
+def test_duplicate_seeds_are_refused_with_both_files(results):
+    first, second = results("modern", 1, 1.0), results("modern", 1, 1.1)
+    line = refused(results.folder)
+    assert "arm modern, seed 1 is in two files" in line and str(first) in line and str(second) in line
+
+
+def test_a_file_named_twice_is_one_file(results):
+    path = results("modern", 1, 1.0)
+    results("x", 1, 0.9)
+    assert len(load(path, path, results.folder, str(results.folder) + "/../in/000.json")["arms"]) == 2
+
+
+@pytest.mark.parametrize("fields, why", [
+    ({"status": "diverged"}, "status diverged"), ({"status": "stopped"}, "status stopped"), ({"status": "crashed\x1b[31m"}, r"status crashed\?"),
+    ({"metrics": {"val_bpb": float("nan")}}, "val_bpb is NaN, not a finite number"), ({"metrics": {"val_bpb": None}}, "val_bpb is null"),
+    ({"metrics": {"val_bpb": 1e308}}, r"val_bpb is 1e\+308, not"), ({"metrics": {"val_bpb": "1.0"}}, 'val_bpb is "1.0"'),
+    ({"metrics": {"val_bpb": True}}, "val_bpb is true"), ({"metrics": {"val_loss": 1.0}}, "no metric val_bpb; it has val_loss"),
+    ({"metrics": {}}, "no metric val_bpb; it has none"), ({"steps": 50}, "mixed steps: 50 here, 100 in the arm's other seeds"),
+    ({"tokens": 1.0}, "mixed tokens: 1 here, 6400"), ({"env": {"data_digest": "other"}, "config": {"data_digest": None}}, "mixed corpus: other here, d1"),
+    ({"config": {"data_digest": "d1", "eval_tokens": 5}}, "mixed evaluation tokens: 5 here")])
+def test_unusable_runs_are_named_and_left_out(results, fields, why):
+    three(results, modern=[1.0, 1.1, 1.3], x=[0.9, 1.0])
+    bad = results("x", 3, 0.5, **fields)
+    if "eval_tokens" in fields.get("config", {}):
+        for s in (1, 2):  # the files of x
+            (results.folder / f"{2 + s:03d}.json").unlink()
+            results("x", s, [0.9, 1.0][s - 1], {"eval_tokens": 9})
+    code, out, _ = run(results.folder)
+    assert code == 0
+    assert re.search(rf"left out: x, seed 3 \({re.escape(str(bad))}\): {why}", out), out
+    arm = next(a for a in load(results.folder)["arms"] if a["arm"] == "x")
+    assert sorted(arm["per_seed"]) == ["1", "2"] and arm["mean"] == pytest.approx(0.95)
+    c, = load(results.folder)["contrasts"]
+    assert sorted(c["per_seed"]) == ["1", "2"] and c["mean"] == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize("fields, why", [({"steps": 50}, "mixed steps 50, 100"), ({"tokens": 12800}, "mixed tokens 12800, 6400"),
+                                         ({"config": {"data_digest": "d2"}}, "mixed corpus d2, d1"),
+                                         ({"config": {"data_digest": "d1", "data_seed": 4}}, "")])
+def test_arms_of_unequal_budget_are_not_paired_unless_asked(results, fields, why):
+    three(results, modern=[1.0, 1.1, 1.2])
+    for s in (1, 2, 3):
+        results("x", s, 0.9, **fields)
+    code, out, _ = run(results.folder, "--contrast", "x - modern")
+    if not why:  # the other arm does not say its data order: nothing to hold against this one
+        assert code == 0
+        return
+    assert code == 1 and f"seed 1: {why}" in out and "--mixed pairs them" in out
+    assert load(results.folder, "--contrast", "x - modern", code=1)["contrasts"][0]["mean"] is None
+    c, = load(results.folder, "--mixed")["contrasts"]
+    assert c["n"] == 3 and "mixed" in c["marks"]
+
+
+def test_step_counts_given_by_a_flag_are_rows_of_their_own_and_not_paired(results):
+    three(results, modern=[1.0, 1.1, 1.2])
+    for s, steps in ((1, 100), (2, 100), (3, 50)):
+        results("x", s, 0.9, {"steps": steps}, steps=steps)
+    code, out, _ = run(results.folder)
+    assert "arm x (train_oe.py d2 w128) was run with different steps: one row per config" in out and "seed 3: mixed steps 50, 100" in out
+    assert {c["name"]: c["n"] for c in load(results.folder)["contrasts"]} == {"x [steps=50] - modern": 0, "x [steps=100] - modern": 2}
+
+
+def test_an_arm_without_a_majority_budget_is_left_out(results):
+    results("modern", 1, 1.0), results("modern", 2, 1.0, steps=50)
+    assert "mixed steps: 50 here, no majority among its seeds" in run(results.folder)[2]
+    assert "every run was left out" in refused(results.folder)
+
+
+def test_all_diverged_is_refused_after_naming_each(results):
+    paths = [results(arm, s, 1.0, status="diverged") for arm in ("modern", "x") for s in (1, 2)]
+    code, out, err = run(results.folder)
+    assert code == 2 and out == "" and all(str(p) in err for p in paths)
+    assert "every run was left out" in refused(results.folder)
+
+
+def test_mixed_metric_names(results):
+    three(results, modern=[1.0, 1.1])
+    for s in (1, 2):
+        results("x", s, 0, metrics={"val_loss": 3.0 + s})
+    code, out, _ = run(results.folder)
+    assert out.count("no metric val_bpb; it has val_loss") == 2
+    assert "no run has it; these exist: val_bpb, val_loss" in refused(results.folder, "--metric", "accuracy")
+    assert {a["arm"]: a["n"] for a in load(results.folder, "--metric", "val_loss")["arms"]} == {"modern": 0, "x": 2}
+    assert [a["metric"] for a in load(results.folder, "--metric", "val_bpb,val_loss")["arms"]] == ["val_bpb"] * 2 + ["val_loss"] * 2
+
+
+def test_seeds_as_text_pair_with_numbers(results):
+    results("modern", 7, 1.0), results("x", "7", 0.9)
+    c, = load(results.folder)["contrasts"]
+    assert list(c["per_seed"]) == ["7"]
+    for bad in ("seven", 1.5, True, None, [1]):
+        path = results("y", bad, 0.9)
+        code, _, err = run(results.folder)
+        assert code == 1 and f"skipped {path}: seed {json.dumps(bad)} is not a whole number" in err
+        path.unlink()
+
+
+def test_scripts_and_sizes_are_kept_apart(results):
+    three(results, modern=[1.0, 1.1], x=[0.9, 1.0])
+    for s in (1, 2):
+        results("x", s, 5.0, depth=4, width=256)
+        results("x", s, 7.0, script="ablate.py")
+    got = load(results.folder)
+    assert {(a["script"], a["depth"], a["width"], a["arm"]): a["mean"] for a in got["arms"]} == pytest.approx({
+        ("train_oe.py", 2, 128, "modern"): 1.05, ("train_oe.py", 2, 128, "x"): 0.95, ("train_oe.py", 4, 256, "x"): 5.0, ("ablate.py", 2, 128, "x"): 7.0})
+    assert len(got["contrasts"]) == 1
+    assert len(load(results.folder, "--depth", 4)["arms"]) == 1
+    assert "no such runs; depths here: 2, 4" in refused(results.folder, "--depth", 3)
+    assert "crosses groups" in refused(results.folder, "--depth", 2, "--contrast", "x@ablate.py - modern")
+    c, = load(results.folder, "--mixed", "--contrast", "x@d4 - modern")["contrasts"]
+    assert c["mean"] == pytest.approx(3.95) and "mixed" in c["marks"]
+
+
+# ---- names ----
+
+AWKWARD = ["modern", "F highway-scalar+muon", "modern (AdamW)", "a - b", "naïve-Ω 模型", "x) - (y", "[lr=1]", "100%", "|*_`", "12_oe_joint", "12d_oe", "12_bf16"]
+
+
+def test_every_pair_of_awkward_names_can_be_asked_for(results):
+    for i, arm in enumerate(AWKWARD):
+        for s in (1, 2):
+            results(arm, s, i + s / 10)
+    for a, b in itertools.permutations(AWKWARD, 2):
+        c, = load(results.folder, "--contrast", f"{a} - {b}")["contrasts"]
+        assert c["terms"] == [[1, a], [-1, b]] and c["mean"] == pytest.approx(AWKWARD.index(a) - AWKWARD.index(b))
+    c, = load(results.folder, "--dod", "(F highway-scalar+muon - modern (AdamW)) - (a - b - x) - (y)")["contrasts"]
+    assert c["terms"] == [[1, AWKWARD[1]], [-1, AWKWARD[2]], [-1, "a - b"], [1, "x) - (y"]]
+
+
+@pytest.mark.parametrize("name, depth, arm", [
+    ("12", 6, "12_oe_joint"), ("12", 8, "12_oe_joint"), ("00", 6, "00_dense_native"), ("01*", 6, "01_dense_opt_lr141"), ("12do", 6, "12do_oe_decoupled_x0_out"),
+    ("12_bf16", 8, "oe_joint_bf16state"), ("12d_bf16", 8, "12d_oe_bf16_decoupled_x0"), ("11_oe", 8, "11_oe_opt"), ("02m", 6, "02m_dense_masked_qk"), ("#3b", 6, "oe_table_neumann_joint")])
+def test_short_names_of_the_paper(name, depth, arm):
+    other = "10_oe_native"
+    c = load(OE_FILE, "--depth", depth, "--contrast", f"{name} - {other}", "--metric", "val_bpb")["contrasts"][0]
+    assert c["terms"] == [[1, arm], [-1, other]]
+
+
+def test_short_names_without_the_paper(results):
+    three(results, **{"00_dense_native": [1.0, 1.1], "12_oe_joint": [0.9, 0.8], "12d_oe": [0.7, 0.7]})
+    c, = load(results.folder, "--contrast", "12 - 00")["contrasts"]
+    assert c["terms"] == [[1, "12_oe_joint"], [-1, "00_dense_native"]]
+
+
+def test_unknown_and_ambiguous_names_say_what_exists(results):
+    three(results, modern=[1.0], muon_a=[1.0], muon_b=[1.0])
+    assert "'muon' may mean muon_a, muon_b; write more of the name" in refused(results.folder, "--contrast", "muon - modern")
+    assert "no arm 'moderm'; near: modern; --list shows the names" in refused(results.folder, "--contrast", "muon_a - moderm")
+    assert "--ref nope: no such arm" in refused(results.folder, "--ref", "nope")
+    for form in ("muon_a-modern", "muon_a", "", " - "):
+        refused(results.folder, "--contrast", form)
+    assert 'write "(A - B) - (C - D)"' in refused(results.folder, "--dod", "muon_a - modern - muon_b - modern")
+    assert 'write "(A - B) / (C - D)"' in refused(results.folder, "--ratio", "muon_a / modern")
+    assert "compares an arm with itself" in refused(results.folder, "--contrast", "modern - modern")
+    assert "compares an arm with itself" in refused(results.folder, "--dod", "(modern - muon_a) - (modern - muon_a)")
+    assert "compares an arm with itself" in refused(results.folder, "--ratio", "(modern - muon_a) / (muon_b - muon_b)")
+
+
+def test_list_shows_names_that_work():
+    code, out, _ = run(OE_FILE, "--list", "--depth", 8)
+    assert code == 0
+    shown = [re.split(r"  +", line) for line in out.splitlines() if re.match(r"\S+ +\S.* +4[12]", line)]
+    assert len(shown) == 12
+    for arm, short, *_ in shown:
+        for name in short.split(", "):
+            assert name == "-" or load(OE_FILE, "--depth", 8, "--contrast", f"{name} - 02_dense_joint" if "02" not in arm else f"{name} - 00",
+                                       "--metric", "val_bpb")["contrasts"][0]["terms"][0] == [1, arm]
+
+
+def test_reference(results):
+    three(results, zeta=[1.0, 1.1], modern=[1.0, 1.2], alpha=[2.0, 2.1])
+    assert {c["name"] for c in load(results.folder)["contrasts"]} == {"zeta - modern", "alpha - modern"}
+    assert {c["name"] for c in load(results.folder, "--ref", "zeta")["contrasts"]} == {"modern - zeta", "alpha - zeta"}
+
+
+def test_a_reference_that_was_guessed_is_announced(results):
+    three(results, zeta=[1.0], alpha=[2.0])
+    code, out, _ = run(results.folder)
+    assert "reference of train_oe.py d2 w128: alpha (first by name); choose with --ref" in out
+
+
+# ---- marks ----
+
+@pytest.mark.parametrize("total, marked", [(1005, False), (1006, True), (995, False), (994, True), (None, False)])
+def test_capacity_mark(results, total, marked):
+    three(results, modern=[1.0, 1.1])
+    for s in (1, 2):
+        results("x", s, 0.9 + s / 10, params={"total": total})
+    c, = load(results.folder)["contrasts"]
+    assert ("capacity" in c["marks"]) == marked
+
+
+@pytest.mark.parametrize("losses, edge", [({0.1: 3.0, 0.2: 2.0, 0.4: 2.5}, None), ({0.1: 1.9, 0.2: 2.0, 0.4: 2.5}, 0.1), ({0.1: 3.0, 0.2: 2.0, 10: 1.0}, 10),
+                                          ({0.1: 3.0, 0.2: 2.0, 0.4: None}, None), ({0.1: 3.0, 0.2: 2.0}, 0.2)])
+def test_learning_rate_bracket(results, losses, edge):
+    for s in (1, 2):
+        results("modern", s, 3.0 + s)
+        for lr, loss in losses.items():
+            results("x", s, (loss or 0) + s, {"muon_lr": lr, "dim": 3}, status="finished" if loss else "diverged")
+    got = load(results.folder)
+    marked = {a["arm"]: a["marks"] for a in got["arms"] if a["marks"]}
+    assert marked == ({f"x [muon_lr={edge:g}]": ["muon_lr: edge of bracket: extend before reading"]} if edge else {})
+    named = [c["name"] for c in got["contrasts"] if any("edge of bracket" in m for m in c["marks"])]
+    assert named == ([f"x [muon_lr={edge:g}] - modern"] if edge else [])
+    assert any("arm x (train_oe.py d2 w128) was run with different muon_lr" in n for n in got["notes"])
+
+
+def test_configs_that_differ_in_more_than_a_rate_are_no_bracket(results):
+    for s in (1, 2):
+        results("x", s, 2.0, {"lr": 0.1, "width_mult": 1}), results("x", s, 1.0, {"lr": 0.2, "width_mult": 2})
+    assert not any(a["marks"] for a in load(results.folder)["arms"])
+
+
+def test_where_a_run_was_stored_is_no_config(results):
+    for s in (1, 2, 3):
+        results("modern", s, 1.0, {"out": f"o{s}", "device": "cpu", "threads": s, "save_every": s, "resume": s == 1})
+    assert [a["n"] for a in load(results.folder)["arms"]] == [3]
+
+
+def test_separated_and_sign_count(results):
+    three(results, modern=[1.0, 1.1, 1.2], below=[0.7, 0.8, 0.9], touch=[0.9, 1.0, 1.3])
+    got = {c["name"]: c for c in load(results.folder)["contrasts"]}
+    assert got["below - modern"]["separated"] is True and got["touch - modern"]["separated"] is False
+    assert got["below - modern"]["improved"] == 3 and got["touch - modern"]["improved"] == 2
+    code, out, _ = run(results.folder)
+    assert "3/3" in out and "2/3" in out and "separated" in out and "touching" in out
+
+
+# ---- files ----
+
+def test_foreign_and_broken_files_are_skipped_with_one_line_each(results):
+    three(results, modern=[1.0, 1.1], x=[0.9, 1.0])
+    whole = (results.folder / "000.json").read_text()
+    bad = {"empty": "", "cut": whole[:-40], "list": "[1]", "other": '{"a": 1}', "schema": whole.replace('"schema": 1', '"schema": 2'), "noseed": '{"schema": 1, "arm": "x"}',
+           "arm": whole.replace('"arm": "modern"', '"arm": 3'), "deep": "[" * 100_000, "oe": '{"runs": [], "arm_stats": []}', "digits": '{"schema": ' + "1" * 5000 + "}",
+           "wm": '{"runs": [{}], "cosines": []}', "abl": '{"findings": 3, "claims": []}'}
+    for name, text in bad.items():
+        (results.folder / f"z_{name}.json").write_text(text)
+    (results.folder / "z_binary.json").write_bytes(b"\xff\xfe\x00\x80")
+    code, out, err = run(results.folder)
+    assert code == 1 and "Traceback" not in err
+    lines = err.splitlines()
+    assert len(lines) == len(bad) + 1 and all(any(f"skipped {results.folder}/z_{n}.json: " in line for line in lines) for n in [*bad, "binary"])
+    assert "schema 2 instead of 1" in err and "truncated?" in err
+    assert "x - modern" in out  # the rest is still shown
+    assert len(load(results.folder, code=1)["skipped"]) == len(bad) + 1
+
+
+def test_nothing_usable_is_refused(tmp_path):
+    assert "no such file" in refused(tmp_path / "none.json")
+    assert "a folder without .json files" in refused(tmp_path)
+    (tmp_path / "a.json").write_text("{}")
+    code, _, err = run(tmp_path / "a.json")
+    assert code == 2 and "skipped" in err and "no result in 1 file" in err
+    assert "FILE" in refused()
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--alpha", "0"], "--alpha 0"), (["--alpha", "1"], "--alpha 1"), (["--alpha", "2"], "between 0 and 1"), (["--alpha", "nan"], "finite number"), (["--power", "0"], "positive"),
+    (["--power", "-1"], "positive"), (["--power", "inf"], "finite number"), (["--json", "--csv"], "choose one"), (["--csv", "--markdown"], "choose one"),
+    (["--list", "--json"], "--list"), (["--curves"], "--plot or --html"), (["--plot", "x.txt"], ".png, .svg or .pdf"), (["--unknown"], "--unknown"),
+    (["--alpha", "0.1", "--alpha", "0.2"], "given twice"), (["--depth", "two"], "whole number")])
+def test_mistakes_on_the_command_line(results, argv, says):
+    three(results, modern=[1.0, 1.1], x=[0.9, 1.0])
+    assert says in refused(results.folder, *argv)
+
+
+def test_outputs_do_not_overwrite_inputs_or_each_other(results, tmp_path):
+    paths = three(results, modern=[1.0, 1.1], x=[0.9, 1.0])
+    before = paths["x"][0].read_bytes()
+    assert "is an input file" in refused(results.folder, "--html", paths["x"][0])
+    assert paths["x"][0].read_bytes() == before
+    assert "is the file of --plot" in refused(results.folder, "--plot", tmp_path / "a.svg", "--html", f"{tmp_path}/in/../a.svg")
+    assert "is a folder" in refused(results.folder, "--html", tmp_path)
+    (tmp_path / "file").write_text("")
+    code, _, err = run(results.folder, "--html", tmp_path / "file" / "r.html")
+    assert code == 2 and err.startswith("error: ") and "Traceback" not in err
+    code, _, err = run(results.folder, "--plot", "/proc/none/f.png")
+    assert code == 2 and err.startswith("error: ") and len(err.splitlines()) == 1
+
+
+# ---- outputs ----
+
+def test_json_has_the_shape_of_the_specification(results):
+    three(results, modern=[1.0, 1.1, 1.3], x=[0.9, 1.0, 1.4])
+    got = load(results.folder, "--alpha", 0.1)
+    arm, = [a for a in got["arms"] if a["arm"] == "x"]
+    assert (arm["depth"], arm["n"]) == (2, 3) and arm["mean"] == pytest.approx(1.1) and arm["per_seed"] == {"1": 0.9, "2": 1.0, "3": 1.4}
+    assert arm["sd"] == pytest.approx(np.std([0.9, 1.0, 1.4], ddof=1))
+    c, = got["contrasts"]
+    assert {"name", "metric", "n", "mean", "sd", "ci95", "per_seed", "separated"} <= set(c)
+    assert (c["name"], c["metric"], c["n"], c["separated"]) == ("x - modern", "val_bpb", 3, False)
+    # 'ci95' stays the 95 % interval; the one that was asked for is 'ci'
+    assert c["ci95"][1] - c["ci95"][0] > c["ci"][1] - c["ci"][0] and got["alpha"] == 0.1
+    assert "ci" not in load(results.folder)["contrasts"][0]
+
+
+def test_csv_reads_back(results):
+    three(results, **{"modern": [1.0, 1.1], 'x, "q"': [0.9, 1.05]})
+    code, out, err = run(results.folder, "--csv", "--holm", "--power", 0.1)
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and [r["kind"] for r in rows] == ["arm", "arm", "contrast"] and rows[1]["name"] == 'x, "q"'
+    c = rows[2]
+    assert float(c["mean"]) == pytest.approx(-0.075) and dict(p.split("=") for p in c["per_seed"].split(";")).keys() == {"1", "2"}
+    assert float(c["p"]) == float(c["p_holm"]) > 0 and int(c["seeds_needed"]) >= 2 and float(c["detectable"]) > 0
+
+
+def test_notes_do_not_spoil_csv(results):
+    three(results, modern=[1.0, 1.1], x=[0.9])
+    code, out, err = run(results.folder, "--csv")
+    assert "seed 2 unpaired" in err and "unpaired" not in out and len(list(csv.DictReader(io.StringIO(out)))) == 3
+
+
+def test_power_and_holm_are_printed_and_labelled(results):
+    three(results, modern=[1.0, 1.1, 1.3], x=[0.9, 1.05, 1.1], y=[1.1, 1.0, 1.35])
+    code, out, _ = run(results.folder, "--power", 0.05, "--holm")
+    assert "seeds needed: pairs needed to detect a difference of 0.05 at 80 % power" in out and "corrected over the 2 contrasts shown" in out
+    assert "An sd from 3 pairs is itself uncertain: the true one is 0.52 to 6.28 times it (95 %)." in out
+    for c in load(results.folder, "--power", 0.05, "--holm")["contrasts"]:
+        assert c["seeds_needed"] == stats.seeds_needed(0.05, c["sd"], 0.05) and c["p_holm"] >= c["p"]
+    assert "seeds needed" not in run(results.folder)[1] and "p Holm" not in run(results.folder)[1]
+
+
+def test_published_rows_beside(results):
+    three(results, **{"00_dense_native": [1.0, 1.1], "12_oe_joint": [0.9, 1.05], "11_oe_opt": [0.9, 1.0]})
+    code, out, _ = run(results.folder, "--published")
+    assert code == 0 and "d6: 1.048678 ± 0.002098" in out and "(Table 3 row 8)" in out and "-0.017821 ± 0.001181 [-0.020755, -0.014886]" in out
+    assert re.search(r"11_oe_opt - 00_dense_native.*from its seeds", out)  # in no table, but both arms are published
+    for s in (1, 2):
+        results("00_dense_native", s, 1.0, depth=8, width=512), results("12_oe_joint", s, 0.9 + s / 99, depth=8, width=512)
+    row = next(c for c in load(results.folder, "--depth", 8, "--published")["contrasts"])
+    assert row["published"] == "-0.017821 ± 0.001181 [-0.020755, -0.014886] (Table 3 row 8)"  # its own depth only
+    assert "published" not in run(results.folder)[1]
+
+
+def test_markdown_escapes_names(results):
+    three(results, **{"modern": [1.0, 1.1], "a|b*c": [0.9, 1.0]})
+    code, out, _ = run(results.folder, "--markdown")
+    assert "\n| a\\|b\\*c | 2 |" in out and "\n| a\\|b\\*c - modern | val\\_bpb | 2 |" in out
+    assert len({len(re.findall(r"(?<!\\)\|", x)) for x in out.split("### Arms")[1].split("###")[0].splitlines() if x.startswith("|")}) == 1
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_plot_draws_every_contrast(results, tmp_path, ending):
+    three(results, **{"modern": [1.0, 1.1], "x $_^$": [0.9, 1.05], "模型": [1.2, 1.1]})
+    target = tmp_path / f"f.{ending}"
+    code, _, err = run(results.folder, "--plot", target, "--curves")
+    assert (code, err) == (0, "")
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
+    assert target.read_bytes().startswith(start) and target.stat().st_size > 5000
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_forest_plot_shows_the_numbers():
+    rows = [{"kind": "contrast", "name": f"a{i} - b", "script": "s", "depth": 1, "width": 2, "metric": "m", "mean": -0.1 * i, "n": 2,
+             "ci": (-0.2 * i, 0.1), "per_seed": {1: -0.3, 2: 0.1}} for i in range(1, 4)]
+    (_, draw), = report.forest_panels(rows, 0.05)
+    axis = report.figure([(2, draw)]).axes[0]
+    assert [t.get_text() for t in axis.get_yticklabels()] == ["a1 - b", "a2 - b", "a3 - b"]
+    drawn = [tuple(float(x) for x in np.atleast_1d(line.get_xdata())) for line in axis.lines]
+    for r in rows:
+        assert tuple(r["ci"]) in drawn and (r["mean"],) in drawn and tuple(r["per_seed"].values()) in drawn
+
+
+def test_curves_without_curves_is_refused(results, tmp_path):
+    results("modern", 1, 1.0, curve=[]), results("x", 1, 1.0, curve=[["a", None], [1, float("nan")], 3])
+    assert "none of these files has a loss curve" in refused(results.folder, "--html", tmp_path / "r.html", "--curves")
+    assert not (tmp_path / "r.html").exists()
+
+
+# ---- the page ----
+
+EVIL = '<img src=x onerror="document.title=1">&amp; "q" </script><script>throw 1</script>'
+
+
+@pytest.fixture
+def page(results, tmp_path):
+    three(results, **{"modern": [1.0, 1.1, 1.25], "x": [0.9, 1.05, 1.1], EVIL: [1.4, 1.2, 1.5], "z": [0.99, 1.15, 1.2]})
+    target = tmp_path / "report.html"
+    code, _, err = run(results.folder, "--html", target, "--curves", "--power", 0.05, "--holm", "--published")
+    assert (code, err) == (0, "")
+    return target
+
+
+def test_page_is_self_contained_and_escaped(page):
+    text = page.read_text(encoding="utf-8")
+    links, tags, parser = [], set(), HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: (tags.add(tag), links.extend(v for k, v in attrs if k in ("src", "href", "action", "srcset", "data")))
+    parser.feed(text)
+    assert not tags & {"link", "iframe", "object", "embed", "form", "base"}
+    assert len(links) == 2 and all(v.startswith("data:image/svg+xml;base64,") for v in links) and "@import" not in text and "url(" not in text
+    assert "default-src 'none'" in text and "<img src=x" not in text and "throw 1</script>" not in text
+    assert text.count("<table>") == 2 and text.count('<img alt="') == 2 and "How to read this" in text
+    for data in links:
+        ElementTree.fromstring(base64.b64decode(data.partition(",")[2]))
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def chromium(page, folder):
+    """(DOM, console lines, requested URLs) of a page in a fresh headless browser."""
+    log = folder / "net.json"
+    got = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+                          "--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}",
+                          "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
+                         capture_output=True, text=True, timeout=60)
+    console = [line for line in got.stderr.splitlines() if "CONSOLE" in line]
+    text = log.read_text(encoding="utf-8")
+    try:
+        events = json.loads(text)["events"]
+    except ValueError:  # the browser ended before it closed the list
+        events = json.loads(text.rstrip().rstrip(",") + "]}")["events"]
+    starts = [e["params"] for e in events if "initiator" in (e.get("params") or {})]
+    return got.stdout, console, [p["url"] for p in starts if p["initiator"] != "not an origin"]  # the browser's own requests have no origin
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_page_in_a_browser(page, tmp_path):
+    probe = """<script>
+    const names = () => [...document.querySelectorAll("table")][0].tBodies[0].rows, text = () => [...names()].map(r => r.cells[2].innerText + "|" + r.cells[3].innerText);
+    const button = [...document.querySelectorAll("th button")].find(b => b.innerText.trim() === "mean");
+    const before = text(); button.click(); const up = text(); button.click(); const down = text();
+    window.onload = () => { const out = document.createElement("pre"); out.id = "probe";
+      out.textContent = JSON.stringify({before, up, down, images: [...document.images].map(i => i.naturalWidth), title: document.title}); document.body.append(out); };
+    </script></body>"""
+    seen = tmp_path / "seen.html"
+    seen.write_text(page.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    dom, console, urls = chromium(seen, tmp_path)
+    assert console == [] and urls == []
+    got = json.loads(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.S)[1].replace("&amp;", "&"))
+    means = [float(x.split("|")[1]) for x in got["up"]]
+    assert means == sorted(means) and [float(x.split("|")[1]) for x in got["down"]] == means[::-1] and got["before"] != got["up"]
+    assert len(got["images"]) == 2 and min(got["images"]) > 300 and got["title"].startswith("Paired contrasts")
+    # the detectors do detect
+    (tmp_path / "bad").mkdir()
+    bad = tmp_path / "bad.html"
+    bad.write_text('<script>console.error("oops")</script><img src="http://127.0.0.1:9/x.png">')
+    _, console, urls = chromium(bad, tmp_path / "bad")
+    assert any("oops" in line for line in console) and urls
+
+
+# ---- speed ----
+
+def test_500_files_in_two_seconds(results):
+    for s in range(50):
+        for arm in ["modern", *(f"arm_{i}" for i in range(9))]:
+            results(arm, s, 1 + s / 100 + len(arm) / 1000, curve=[[i, 3.0] for i in range(100)])
+    assert len(list(results.folder.iterdir())) == 500
+    script = "import sys, stats\nfrom common import cli\ntry:\n cli(stats.main)\nfinally:\n print(*[m for m in ('torch', 'matplotlib', 'scipy.stats') if m in sys.modules], file=sys.stderr)"
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        got = subprocess.run([sys.executable, str(ROOT / "stats.py"), str(results.folder)], capture_output=True, text=True, cwd=ROOT)
+        best = min(best, time.perf_counter() - start)
+        assert got.returncode == 0 and "arm_3 - modern" in got.stdout
+        if best < 2:
+            break
+    assert best < 2
+    got = subprocess.run([sys.executable, "-c", script, str(results.folder)], capture_output=True, text=True, cwd=ROOT)
+    assert got.returncode == 0 and got.stderr.strip() == ""
+
+
+def test_nothing_heavy_is_imported_to_list_names(results):
+    three(results, modern=[1.0], x=[1.1])
+    code = "import sys, stats; stats.main(sys.argv[1:]); sys.exit('scipy' in sys.modules or 'numpy' in sys.modules or 'matplotlib' in sys.modules)"
+    for argv in (["--list"], ["--json"]):
+        assert subprocess.run([sys.executable, "-c", code, str(results.folder), *argv], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_help_names_every_flag():
+    got = subprocess.run([sys.executable, str(ROOT / "stats.py"), "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+    assert got.returncode == 0
+    for word in ("--contrast", "--dod", "--ratio", "--metric", "--alpha", "--published", "--csv", "--markdown", "--json", "--power", "--holm", "--plot", "--curves", "--html",
+                 "--depth", "--ref", "--list", "--mixed", "Exit code"):
+        assert word in got.stdout

@@ -17,8 +17,8 @@ from common import SCHEMA, UserError
 TOO_LARGE = 1e100  # beyond it sums of squares overflow; no loss is that large
 PREFERRED = ("val_bpb", "val_loss", "heldout_bpb")
 # where a run was computed and stored is no part of what was computed; budget and corpus are compared on their own
-NOT_CONFIG = {"arm", "seed", "data_seed", "data", "data_digest", "eval_tokens", "out", "out_dir", "run", "name", "preset", "device", "threads",
-              "compile", "resume", "force", "save_every", "log_every", "eval_every", "shard", "seeds", "configs"}
+NOT_CONFIG = {"arm", "seed", "data_seed", "data", "data_digest", "eval_tokens", "out", "out_dir", "run", "name", "preset", "device",
+              "threads", "compile", "resume", "force", "save_every", "log_every", "eval_every", "shard", "seeds", "configs"}
 
 
 @dataclass
@@ -106,9 +106,10 @@ def read_record(path, data):
     if (seed := whole(data["seed"])) is None:
         raise ValueError(f"seed {clean(json.dumps(data['seed']))} is not a whole number")
     config, env, params = (data.get(k) if isinstance(data.get(k), dict) else {} for k in ("config", "env", "params"))
+    plain = lambda v: v if v is None or isinstance(v, (str, int, float)) else json.dumps(v)
     budget = {"steps": number(data.get("steps")), "tokens": number(data.get("tokens")),
-              "corpus": config.get("data_digest") or env.get("data_digest") or config.get("data"),
-              "data order": config.get("data_seed"), "evaluation tokens": config.get("eval_tokens")}
+              "corpus": plain(config.get("data_digest") or env.get("data_digest") or config.get("data")),
+              "data order": plain(config.get("data_seed")), "evaluation tokens": plain(config.get("eval_tokens"))}
     curve = [p for p in data.get("curve") or [] if isinstance(p, list) and len(p) == 2 and None not in map(number, p)] \
         if isinstance(data.get("curve"), list) else []
     return Batch([Run(str(path), clean(data.get("script") or "?"), whole(data.get("depth")), whole(data.get("width")),
@@ -181,8 +182,8 @@ def read_ablate(path, data):
         pairs = [(a, b) for a in find(c.get("arm"), c) for b in find(c.get("ref"), c) if a.script == b.script]
         if len(pairs) == 1 and "size" not in c:
             a, b = pairs[0]
-            plan.append({"script": a.script, "depth": None, "table": f"Finding {c['finding']}", "row": None, "name": f"{c['arm']} - {c['ref']}",
-                         "label": c["claim"], "terms": ((1, a.arm, a.config), (-1, b.arm, b.config)), "claim": c,
+            plan.append({"script": a.script, "depth": None, "table": f"Finding {c['finding']}", "row": None,
+                         "name": f"{c['arm']} - {c['ref']}", "label": c["claim"], "terms": ((1, a.arm, a.config), (-1, b.arm, b.config)), "claim": c,
                          "printed": {a.metric: {"mean": c["margin"], "sd": None, "ci95": None}}})
     return Batch([], printed, plan, {})
 

@@ -15,7 +15,7 @@ from common import atomic_path, finite
 from records import number, size
 
 NUMERIC = {"n", "mean", "sd", "params", "below 0", "seeds needed", "detectable", "p", "p Holm"}
-WRAPPED = {"notes", "what", "per seed"}
+WRAPPED = {"notes": "wrap", "what": "wrap", "per seed": "wrap", "printed": "long", "published": "long"}  # header -> class of its cells
 MOST_DRAWN = 80   # contrasts in one forest plot: more cannot be read
 MOST_LEGEND = 12  # arms in one legend
 
@@ -26,7 +26,9 @@ def text_of(value):
     """A number as the tables show it: six decimals in the usual range, three digits beyond, '-' for None."""
     if value is None:
         return "-"
-    if value == 0 or 5e-7 <= abs(value) < 1e5:
+    if abs(value) < 1e-12:  # rounding noise of a difference
+        return "0.000000"
+    if 5e-7 <= abs(value) < 1e5:
         return f"{value:.6f}"
     return f"{value:.3g}"
 
@@ -41,6 +43,16 @@ def printed_text(p):
     sd = "" if p.sd is None else f" ± {text_of(p.sd)} (sd/{'n' if p.sd_by == 'n' else '(n-1)'})"
     ends = "" if p.low is None and p.high is None else f", range {text_of(p.low)} .. {text_of(p.high)}"
     return text_of(p.mean) + sd + ends
+
+
+def printed_contrast(item, metric):
+    """A printed contrast as text with its place in the paper; None where the paper gives no single number."""
+    printed = item["printed"][metric]
+    if not isinstance(printed["mean"], float):
+        return None
+    sd = "" if printed["sd"] is None else f" ± {text_of(printed['sd'])}"
+    ends = "" if printed["ci95"] is None else " [{}, {}]".format(*map(text_of, printed["ci95"]))
+    return f"{text_of(printed['mean'])}{sd}{ends} ({item['table']}{' row ' + item['row'] if item['row'] else ''})"
 
 
 def arm_table(rows):
@@ -63,8 +75,8 @@ def interval_text(row):
 
 def contrast_table(rows, args):
     """(headers, [[cell text]]) of contrast rows."""
-    columns = {"row": lambda r: r["row"] or "", "contrast": lambda r: r["name"], "what": lambda r: r["label"] or "", "metric": lambda r: r["metric"],
-               "n": lambda r: str(r["n"]), "mean": lambda r: text_of(r["mean"]), "sd": lambda r: text_of(r["sd"]),
+    columns = {"row": lambda r: r["row"] or "", "contrast": lambda r: r["name"], "what": lambda r: r["label"] or "",
+               "metric": lambda r: r["metric"], "n": lambda r: str(r["n"]), "mean": lambda r: text_of(r["mean"]), "sd": lambda r: text_of(r["sd"]),
                f"{100 * (1 - args.alpha):g} % interval": interval_text, "per seed": lambda r: seeds_of(r["per_seed"]),
                "below 0": lambda r: "-" if r["improved"] is None else f"{r['improved']}/{r['n']}",
                "ranges": lambda r: {True: "separated", False: "touching", None: "-"}[r["separated"]]}
@@ -107,8 +119,8 @@ def as_text(headers, rows, markdown):
 
 def as_csv(arms, rows):
     """One CSV table: a line per arm and per contrast, per-seed values as 'seed=value' joined by ';'."""
-    keys = ["kind", "script", "depth", "width", "metric", "name", "table", "row", "n", "mean", "sd", "low", "high", "low95", "high95", "improved",
-            "separated", "params", "seeds_needed", "detectable", "p", "p_holm", "printed", "published", "marks", "per_seed"]
+    keys = ["kind", "script", "depth", "width", "metric", "name", "table", "row", "n", "mean", "sd", "low", "high", "low95", "high95",
+            "improved", "separated", "params", "seeds_needed", "detectable", "p", "p_holm", "printed", "published", "marks", "per_seed"]
     out = io.StringIO()
     writer = csv.DictWriter(out, keys, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -179,7 +191,8 @@ def forest_panels(rows, alpha):
             axis.set_yticks(range(len(inside)), [clip(r["name"]) for r in inside])
             axis.set_ylim(len(inside) - 0.3, -0.6)
             axis.set_title(f"{size(group[:3])}: {group[3]}, paired differences", loc="left", fontsize=10)
-            axis.set_xlabel(f"difference in {group[3]} (lower is better); diamond: mean, bar: {100 * (1 - alpha):g} % t interval, circles: seeds")
+            reading = f"diamond: mean, bar: {100 * (1 - alpha):g} % t interval, circles: seeds"
+            axis.set_xlabel(f"difference in {group[3]} (lower is better); {reading}")
             axis.grid(axis="x", color="#dddddd", lw=0.6)
             axis.set_axisbelow(True)
         return draw
@@ -223,7 +236,7 @@ def save_figure(path, panels):
     fig = figure(panels)
     with atomic_path(path) as tmp, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a glyph that the font lacks is drawn as a box
-        fig.savefig(tmp, format=str(path).rpartition(".")[2].lower(), dpi=150, metadata={"Date": None} if str(path).endswith("svg") else None)
+        fig.savefig(tmp, format=str(path).rpartition(".")[2].lower(), dpi=150)
     plt.close(fig)
 
 
@@ -238,7 +251,8 @@ th { text-align: left; background: #f3f4f2; position: sticky; top: 0; white-spac
 th button { all: unset; cursor: pointer; padding: .4rem .6rem; display: block } th button:focus-visible { outline: 2px solid #2b6cb0 }
 th[aria-sort=ascending] button::after { content: " \\25B2" } th[aria-sort=descending] button::after { content: " \\25BC" }
 td { padding: .3rem .6rem; border-top: 1px solid #e6e6e6; vertical-align: top; white-space: nowrap } td.num { text-align: right }
-td.wrap { white-space: normal; min-width: 9rem } td.long { white-space: normal; min-width: 18rem } th.num button { text-align: right } tr:hover td { background: #faf8ef } img { max-width: 100% } .mark { color: #a8321e }
+td.wrap { white-space: normal; min-width: 9rem } td.long { white-space: normal; min-width: 18rem }
+th.num button { text-align: right } tr:hover td { background: #faf8ef } img { max-width: 100% } .mark { color: #a8321e }
 """
 
 SORT = """
@@ -255,7 +269,8 @@ for (const button of document.querySelectorAll("th button")) button.onclick = ()
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <style>{style}</style></head><body>
 <h1>{title}</h1><p>{summary}</p>
 {body}
@@ -273,12 +288,13 @@ def sort_key(text):
 
 def html_table(headers, rows):
     """A table whose headers sort it; every text is escaped."""
-    kind = lambda header: "num" if header in NUMERIC else "long" if header in ("printed", "published") else "wrap" if header in WRAPPED else ""
+    def kind(header):
+        return "num" if header in NUMERIC else WRAPPED.get(header, "")
 
     def cell(text, header):
         key = sort_key(text)
-        inner = html.escape(text)
-        return f'<td class="{kind(header)}" data-sort="{html.escape(key)}">{f"<span class=mark>{inner}</span>" if header == "notes" else inner}</td>'
+        inner = f'<span class="mark">{html.escape(text)}</span>' if header == "notes" else html.escape(text)
+        return f'<td class="{kind(header)}" data-sort="{html.escape(key)}">{inner}</td>'
 
     head = "".join(f'<th scope="col" class="{kind(h)}"><button type="button">{html.escape(h)}</button></th>' for h in headers)
     body = "\n".join("<tr>" + "".join(map(cell, row, headers)) + "</tr>" for row in rows)

@@ -162,7 +162,8 @@ def request(kind, text, cells, names, mixed):
     if not hits:
         unknown = next(name for _, name in found[0] if pick(name, cells, names) is None)
         near = difflib.get_close_matches(unknown, [c.arm for c in cells] + list(names), 3, 0.5)
-        raise UserError(f"--{kind} '{clean(text)}': no arm '{clean(unknown)}'" + (f"; near: {', '.join(near)}" if near else "") + "; --list shows the names")
+        near = f"; near: {', '.join(near)}" if near else ""
+        raise UserError(f"--{kind} '{clean(text)}': no arm '{clean(unknown)}'{near}; --list shows the names")
     for terms in hits:
         arms = [c for _, c in terms]
         if any(a is b for a, b in zip(arms[::2], arms[1::2])) or arms[:2] == arms[2:]:
@@ -199,7 +200,7 @@ def deviation(values):
         return None
     center = mean(values)
     sd = math.sqrt(math.fsum((v - center) ** 2 for v in values) / (len(values) - 1))
-    return 0.0 if sd < 1e-13 * max(1e-3, *map(abs, values)) else sd
+    return 0.0 if sd < 1e-12 * max(1e-3, *map(abs, values)) else sd
 
 
 def interval(values, alpha):
@@ -413,30 +414,25 @@ def add_published(arms, rows, args):
         row["published"] = "; ".join(same or dict.fromkeys(f"d{d}: {t}" if d else t for d, t in found)) or None
 
     for row in [r for r in arms if not r["printed"]]:
-        beside(row, [(c.depth, report.printed_text(c.printed[row["metric"]])) for c in cells if c.base == row["base"] and row["metric"] in c.printed])
-    for row in rows:
-        metric, found = row["metric"], []
-        if row["kind"] == "ratio":
-            continue
-        for item in items:
-            p = item["printed"].get(metric)
-            if p and [(s, c.base) for s, c in item["terms"]] == row["bases"] and not isinstance(p["mean"], (list, type(None))):
-                ends = f" [{report.text_of(p['ci95'][0])}, {report.text_of(p['ci95'][1])}]" if p["ci95"] else ""
-                sd = "" if p["sd"] is None else f" ± {report.text_of(p['sd'])}"
-                found.append((item["depth"], f"{report.text_of(p['mean'])}{sd}{ends} ({item['table']}{' row ' + item['row'] if item['row'] else ''})"))
-        beside(row, found or recomputed(row, cells, metric, args))
+        named = [c for c in cells if c.base == row["base"] and row["metric"] in c.printed]
+        beside(row, [(c.depth, report.printed_text(c.printed[row["metric"]])) for c in named])
+    for row in [r for r in rows if r["kind"] != "ratio"]:
+        same = [i for i in items if [(s, c.base) for s, c in i["terms"]] == row["bases"] and row["metric"] in i["printed"]]
+        found = [(i["depth"], report.printed_contrast(i, row["metric"])) for i in same]
+        beside(row, [f for f in found if f[1]] or recomputed(row, cells, args))
 
 
-def recomputed(row, cells, metric, args):
+def recomputed(row, cells, args):
     """[(depth, text)] of a contrast that no table prints, from the published values of its arms' seeds."""
     found = []
     for group in dict.fromkeys(c.group for c in cells):
         terms = [(s, [c for c in cells if c.group == group and c.base == base and c.runs]) for s, base in row["bases"]]
         if all(len(named) == 1 for _, named in terms):
-            terms = tuple((s, named[0]) for s, named in terms)
-            r = make_row({"kind": row["kind"], "name": row["name"], "terms": terms}, metric, args, [])
+            item = {"kind": row["kind"], "name": row["name"], "terms": tuple((s, named[0]) for s, named in terms)}
+            r = make_row(item, row["metric"], args, [])
             if r["mean"] is not None:
-                found.append((group[1], f"{report.text_of(r['mean'])} ± {report.text_of(r['sd'])} {report.interval_text(r)} (from its seeds)"))
+                numbers = f"{report.text_of(r['mean'])} ± {report.text_of(r['sd'])} {report.interval_text(r)}"
+                found.append((group[1], f"{numbers} (from its seeds)"))
     return found
 
 
@@ -447,7 +443,8 @@ def parse(argv):
     parser = make_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="result JSON files, folders of them, published/*.json")
     for kind, form in (("contrast", "A - B"), ("dod", "(A - B) - (C - D)"), ("ratio", "(A - B) / (C - D)")):
-        parser.add_argument(f"--{kind}", action="append", metavar=f'"{form}"', help="this instead of the default contrasts; may be repeated")
+        parser.add_argument(f"--{kind}", action="append", metavar=f'"{form}"',
+                            help="this instead of the default contrasts; may be repeated")
     add_flags(parser, Flags)
     given = vars(parser.parse_args(argv))
     files, asked = given.pop("files"), [(k, t) for k in ("contrast", "dod", "ratio") for t in given.pop(k, [])]
@@ -494,7 +491,8 @@ def collect(batch, args, asked, notes):
     """(cells, arm rows, contrast rows) of what was read and asked for."""
     cells = cells_of(batch, args, notes)
     wanted = [m.strip() for m in args.metric.split(",") if m.strip()]
-    known = {m for c in cells for r in c.runs.values() for m, v in r.metrics.items() if number(v) is not None} | {m for c in cells for m in c.printed}
+    known = {m for c in cells for r in c.runs.values() for m, v in r.metrics.items() if number(v) is not None}
+    known |= {m for c in cells for m in c.printed}
     for metric in wanted:
         if metric not in known:
             raise UserError(f"--metric {metric}: no run has it; these exist: {', '.join(sorted(map(clean, known))) or 'none'}")
@@ -509,8 +507,8 @@ def collect(batch, args, asked, notes):
             arms += arm_rows(inside, metric, notes)
     items = [item for kind, text in asked for item in request(kind, text, cells, batch.names, args.mixed)] \
         or default_items(batch, cells, groups, args, notes)
-    rows = [make_row(item, metric, args, notes) for item in items for metric in item.get("printed") or metrics[item["terms"][0][1].group]
-            if not wanted or metric in wanted]
+    rows = [make_row(item, metric, args, notes) for item in items
+            for metric in wanted or item.get("printed") or metrics[item["terms"][0][1].group]]
     return cells, arms, rows
 
 
@@ -525,7 +523,8 @@ def default_items(batch, cells, groups, args, notes):
         ref = reference(inside, wanted, notes)
         if ref is None:
             notes.append(f"no arm {args.ref} in {size(group)}: no contrasts there")
-        items += [{"kind": "contrast", "name": f"{c.arm} - {ref.arm}", "terms": ((1, c), (-1, ref))} for c in inside if ref and c is not ref]
+        others = [c for c in inside if ref and c is not ref]
+        items += [{"kind": "contrast", "name": f"{c.arm} - {ref.arm}", "terms": ((1, c), (-1, ref))} for c in others]
     if args.ref and not items and not any(pick(args.ref, inside, batch.names) for inside in groups.values()):
         raise UserError(f"--ref {args.ref}: no such arm; --list shows the names")
     return items
@@ -534,7 +533,9 @@ def default_items(batch, cells, groups, args, notes):
 def show_results(args, cells, arms, rows, notes, skipped, files):
     """Print and write everything that was asked for."""
     legend, tables = report.legend_lines(args, rows), report.sections(arms, rows, args)
-    figures = [("Contrasts", report.forest_panels(rows, args.alpha)), *([("Loss curves", report.curve_panels(cells))] if args.curves else [])]
+    figures = [("Contrasts", report.forest_panels(rows, args.alpha))]
+    if args.curves:
+        figures.append(("Loss curves", report.curve_panels(cells)))
     drawable = sum(r["kind"] != "ratio" and r["mean"] is not None for r in rows)
     if (args.plot or args.html) and drawable > report.MOST_DRAWN:
         notes.append(f"the figure shows the first {report.MOST_DRAWN} of {drawable} contrasts; choose with --contrast, --metric or --depth")
@@ -546,7 +547,8 @@ def show_results(args, cells, arms, rows, notes, skipped, files):
         report.save_figure(args.plot, panels)
     if args.html:
         title = "Paired contrasts: " + ", ".join(dict.fromkeys(size(c.group) for c in cells))
-        text = report.page(tables, figures, legend, skipped + notes, title, f"{len(cells)} arms and {len(rows)} contrasts from {files} file{'s' * (files > 1)}.")
+        summary = f"{len(cells)} arms and {len(rows)} contrasts from {files} file{'s' * (files > 1)}."
+        text = report.page(tables, figures, legend, skipped + notes, title, summary)
         with atomic_path(args.html) as tmp:
             tmp.write_text(text, encoding="utf-8")
     if args.csv:
@@ -555,13 +557,15 @@ def show_results(args, cells, arms, rows, notes, skipped, files):
         print(report.as_json(arms, rows, args, notes, skipped))
     else:
         for title, headers, lines in tables:
-            print(f"{'### ' if args.markdown else ''}{title}\n" + ("\n" if args.markdown else "") + report.as_text(headers, lines, args.markdown) + "\n")
+            print(f"### {title}\n" if args.markdown else title)
+            print(report.as_text(headers, lines, args.markdown) + "\n")
         print("\n".join(f"{'- ' if args.markdown else ''}{line}" for line in (legend if rows else []) + notes))
     if args.csv or args.json:
         print("\n".join(notes), end="\n" if notes else "", file=sys.stderr)
 
 
 def main(argv=None):
+    """Exit code of the command line `argv` (default: sys.argv); see the top of this file."""
     args, names, asked = parse(argv)
     paths = expand(names)
     check_outputs(args, paths)

@@ -616,23 +616,31 @@ def test_page_in_a_browser(page, tmp_path):
 
 # ---- speed ----
 
-def test_500_files_in_two_seconds(results):
+def five_hundred(results):
     for s in range(50):
         for arm in ["modern", *(f"arm_{i}" for i in range(9))]:
             results(arm, s, 1 + s / 100 + len(arm) / 1000, curve=[[i, 3.0] for i in range(100)])
     assert len(list(results.folder.iterdir())) == 500
-    script = "import sys, stats\nfrom common import cli\ntry:\n cli(stats.main)\nfinally:\n print(*[m for m in ('torch', 'matplotlib', 'scipy.stats') if m in sys.modules], file=sys.stderr)"
-    best = math.inf
-    for _ in range(4):
+
+
+@pytest.mark.slow  # a timed assertion: run it on a quiet machine
+def test_500_files_in_two_seconds(results):
+    five_hundred(results)
+    times = []
+    for _ in range(3):
         start = time.perf_counter()
         got = subprocess.run([sys.executable, str(ROOT / "stats.py"), str(results.folder)], capture_output=True, text=True, cwd=ROOT)
-        best = min(best, time.perf_counter() - start)
+        times.append(time.perf_counter() - start)
         assert got.returncode == 0 and "arm_3 - modern" in got.stdout
-        if best < 2:
-            break
-    assert best < 2
-    got = subprocess.run([sys.executable, "-c", script, str(results.folder)], capture_output=True, text=True, cwd=ROOT)
-    assert got.returncode == 0 and got.stderr.strip() == ""
+    assert min(times) < 2
+
+
+def test_500_files_without_a_heavy_import(results):
+    five_hundred(results)
+    code = ("import sys, stats; stats.main(sys.argv[1:])\n"
+            "print(*[m for m in ('torch', 'matplotlib', 'scipy.stats', 'pandas') if m in sys.modules], file=sys.stderr)")
+    got = subprocess.run([sys.executable, "-c", code, str(results.folder)], capture_output=True, text=True, cwd=ROOT)
+    assert got.returncode == 0 and got.stderr.strip() == "" and "arm_3 - modern" in got.stdout
 
 
 def test_nothing_heavy_is_imported_to_list_names(results):

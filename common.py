@@ -149,11 +149,11 @@ def pick_device(name="auto"):
 
 
 def pick_dtype(name, device):
-    """torch.dtype for auto | float32 | bfloat16; auto is bfloat16 on CUDA, float32 elsewhere."""
+    """torch.dtype for auto | float32 | bfloat16 | float64; auto is bfloat16 on CUDA, float32 elsewhere."""
     import torch
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return getattr(torch, name)
 
 
 def derive_seed(*parts):
@@ -303,3 +303,46 @@ def stop_requests():
     finally:
         for s, handler in old.items():
             signal.signal(s, handler)
+
+
+# ---- data parallel: torchrun starts the same script once per rank ----
+
+@contextmanager
+def ranks(device_name):
+    """Yield (rank, world, device): joins torchrun's process group (nccl on CUDA, gloo elsewhere), or (0, 1, device) without torchrun."""
+    import torch.distributed as dist
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        yield 0, 1, pick_device(device_name)
+        return
+    device = pick_device(device_name)
+    if device.type == "cuda" and device.index is None:
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield dist.get_rank(), world, device
+    finally:
+        dist.destroy_process_group()
+
+
+def wait_for_all(world):
+    """Return when every rank has come here."""
+    import torch.distributed as dist
+    if world > 1:
+        dist.barrier()
+
+
+def all_sum(tensors, world):
+    """Sum each tensor over the ranks, in place; one message per dtype and device."""
+    import torch
+    import torch.distributed as dist
+    if world == 1:
+        return
+    groups = {}
+    for t in tensors:
+        groups.setdefault((t.dtype, t.device), []).append(t)
+    for same in groups.values():
+        flat = torch.cat([t.reshape(-1) for t in same])
+        dist.all_reduce(flat)
+        for t, part in zip(same, flat.split([t.numel() for t in same])):
+            t.copy_(part.view_as(t))

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import UserError, add_flags, check_bounds, cli, derive_seed, flag, make_parser, write_json
+from common import UserError, add_flags, all_sum, check_bounds, cli, derive_seed, flag, make_parser, write_json
 
 BOS = "<|bos|>"
 SPECIALS = (BOS, "<|reserved_1|>", "<|reserved_2|>", "<|reserved_3|>")
@@ -670,12 +670,13 @@ def eval_batches(tokens, bos, batch_size, seq_len, max_tokens=None, rank=0, worl
 
 
 @torch.no_grad()
-def evaluate_bpb(model, batches, token_bytes, device="cpu", progress=None):
+def evaluate_bpb(model, batches, token_bytes, device="cpu", progress=None, world=1):
     """Bits per byte of a model over (inputs, targets) batches.
 
     model(idx, targets, reduction="none") gives nats [B, T]; targets of -1 do not count. bpb = nats / (ln 2 x bytes), where nats are
     summed in float64 over the targets that stand for bytes (special ids do not) and bytes are theirs. loss is the mean over all
-    targets, special ids included, tokens their number. progress: label of a progress bar, None for none.
+    targets, special ids included, tokens their number. progress: label of a progress bar, None for none. world: ranks that share the
+    batches and whose sums are added up.
     Returns {"bpb", "loss", "nats", "bytes", "tokens"}; bpb and loss are NaN where there was nothing to count.
     """
     token_bytes = torch.as_tensor(np.asarray(token_bytes), dtype=torch.int64)
@@ -694,19 +695,23 @@ def evaluate_bpb(model, batches, token_bytes, device="cpu", progress=None):
             n_tokens += (y >= 0).sum().item()
     finally:
         model.train(training)
+    sums = torch.tensor([nats, total, n_bytes, n_tokens], dtype=torch.float64, device=device if world > 1 else "cpu")
+    all_sum([sums], world)
+    nats, total, n_bytes, n_tokens = sums[0].item(), sums[1].item(), int(sums[2]), int(sums[3])
     return {"bpb": nats / (math.log(2) * n_bytes) if n_bytes else math.nan, "loss": total / n_tokens if n_tokens else math.nan,
             "nats": nats, "bytes": n_bytes, "tokens": n_tokens}
 
 
-def evaluate_splits(model, store, batch_size, max_tokens=0, device="cpu"):
+def evaluate_splits(model, store, batch_size, max_tokens=0, device="cpu", rank=0, world=1):
     """evaluate_bpb on val and heldout in rows of model.cfg.sequence_len; max_tokens: score only the first ones of each, 0 is all.
+    The rows are split over `world` ranks; every rank returns the whole result.
 
     Returns {"val_bpb", "val_loss", "val_nats", "val_bytes", "val_tokens", and the same five for heldout}.
     """
     metrics = {}
     for name in ("val", "heldout"):
-        batches = eval_batches(getattr(store, name), store.bos, batch_size, model.cfg.sequence_len, max_tokens or None)
-        found = evaluate_bpb(model, batches, store.token_bytes, device, progress=name)
+        batches = eval_batches(getattr(store, name), store.bos, batch_size, model.cfg.sequence_len, max_tokens or None, rank, world)
+        found = evaluate_bpb(model, batches, store.token_bytes, device, name if rank == 0 else None, world)
         metrics.update({f"{name}_{key}": value for key, value in found.items()})
     return metrics
 

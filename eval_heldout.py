@@ -41,7 +41,7 @@ def load(path, config, device):
         raise UserError(f"{path} has a vocabulary of {model.cfg.vocab_size}, {store.folder} one of {store.vocab_size}; name its own corpus with --data")
     if store.digest != saved["data_digest"]:
         raise UserError(f"{path} was trained with another corpus or tokenizer than {store.folder}; name its own corpus with --data")
-    model.store_embeddings(saved["model"]["wte.weight"].dtype)
+    model.set_dtype(saved["model"]["wte.weight"].dtype)
     model.load_state_dict(saved["model"])
     return model.to(device).eval(), store, saved
 

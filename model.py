@@ -360,8 +360,10 @@ class GPT(nn.Module):
             p.copy_(value)
         return self
 
-    def store_embeddings(self, dtype):
-        """Keep the token, value and hashed tables in `dtype` (bfloat16 on accelerators); everything else stays float32."""
+    def set_dtype(self, dtype):
+        """Precision of a run: bfloat16 keeps the token, value and hashed tables in it and the rest in float32; float64 is all float64."""
+        if dtype == torch.float64:
+            return self.double()
         for _, role, p in self.roles():
             if role in ("wte", "value_embeds", "oe"):
                 p.data = p.data.to(dtype)

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from common import UserError
+from common import UserError, all_sum
 
 POLAR_COEFFICIENTS = (  # Polar Express, five steps, as published
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -152,7 +152,8 @@ class MuonAdamW(torch.optim.Optimizer):
     polar_dtype. oe: lr, neumann. p.grad is never overwritten by step(); zero_grad() clears only visited rows of hashed tables.
     """
 
-    def __init__(self, groups):
+    def __init__(self, groups, rank=0, world=1):
+        self.rank, self.world = rank, world
         defaults = dict(kind="adamw", lr=0.0, initial_lr=0.0, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, initial_decay=0.0,
                         momentum=0.95, beta2=0.95, equilibrate=0.0, neumann=0.0, polar_dtype=torch.float32, float32_state=False)
         super().__init__(groups, defaults)
@@ -213,7 +214,7 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, [p.grad for p in params], 1 - group["momentum"])
         u = torch.stack([p.grad for p in params]).lerp_(torch.stack(buffers), group["momentum"])    # Nesterov: [K, rows, cols]
         u = equilibrate(u, group["equilibrate"])
-        u = polar_express(u.to(group["polar_dtype"]))
+        u = self._share(polar_express, u.to(group["polar_dtype"]))
         u, v = normuon_scale(u, torch.stack([self.state[p]["second_moment"] for p in params]), group["beta2"])
         lr = group["lr"] * max(1.0, rows / cols) ** 0.5
         for p, direction, moment in zip(params, u.to(params[0].dtype), v):
@@ -221,6 +222,35 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["weight_decay"]:
                 direction = direction + group["weight_decay"] * p * (direction * p >= 0)
             p.add_(direction, alpha=-lr)
+
+    def _share(self, f, stack):
+        """f of a stack [K, rows, cols] of matrices, each rank computing its share; K need not be a multiple of the ranks."""
+        if self.world == 1:
+            return f(stack)
+        import torch.distributed as dist
+        share = -(-len(stack) // self.world)
+        mine = stack.new_zeros(share, *stack.shape[1:])
+        part = stack[self.rank * share:(self.rank + 1) * share]
+        mine[:len(part)] = f(part) if len(part) else part
+        gathered = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(gathered, mine)
+        return torch.cat(gathered)[:len(stack)]
+
+    @torch.no_grad()
+    def reduce_gradients(self):
+        """Average gradients over the ranks; of hashed tables sum the visits and average the rows that any rank visited."""
+        if self.world == 1:
+            return
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        tables = [p for p in params if hasattr(p, "visits")]
+        all_sum([p.visits for p in tables], self.world)
+        rows = [p.visits.nonzero().squeeze(1) for p in tables]
+        blocks = [p.grad[r] for p, r in zip(tables, rows)]
+        dense = [p.grad for p in params if not hasattr(p, "visits")]
+        all_sum(dense + blocks, self.world)
+        for p, r, block in zip(tables, rows, blocks):
+            p.grad.index_copy_(0, r, block / self.world)
+        torch._foreach_div_(dense, self.world)
 
     def zero_grad(self, set_to_none=True):
         """Drop gradients; of hashed tables clear only the rows visited, so that the cost follows the batch and not the table."""

@@ -4,12 +4,14 @@
     python train_oe.py --depth 8 --oe_m 150855 --seed 42        the paper's recipe (500M tokens; wants a GPU)
     python train_oe.py --arm 12_oe_joint --depth 6 --seed 41    an arm of the paper; explicit flags win over the arm's
     python train_oe.py --list_arms                              every arm, its flags and its published result
+    torchrun --nproc_per_node 8 train_oe.py --depth 8           the same run, its batch split over 8 GPUs
 
 A new arm: pass flags, or copy this file and edit it. Each run writes OUT/<run>.json and OUT/<run>.ckpt, where <run> is
 <arm>_d<depth>_seed<seed>, plus 8 hex digits when a flag that matters differs from the arm's.
 """
 import dataclasses
 import json
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ class Config:
     data_seed: int = flag(0, "seed of the data order", low=0)
     eval_tokens: int = flag(0, "evaluate on this many tokens of each split; 0 is all of them", low=0)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
-    dtype: str = flag("auto", "compute dtype; auto is bfloat16 on CUDA, float32 elsewhere", choices=("auto", "float32", "bfloat16"))
+    dtype: str = flag("auto", "compute dtype; auto is bfloat16 on CUDA, float32 elsewhere", choices=("auto", "float32", "bfloat16", "float64"))
     compile: bool = flag(False, "torch.compile the layers")
     threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0)
     out: str = flag("results", "folder of results and checkpoints")
@@ -164,13 +166,13 @@ def model_config(config, vocab_size):
                               qk_scale=config.qk_scale, wte_route=config.wte_route, out_skip=config.out_skip, shared_eps=config.shared_eps)
 
 
-def build(config, vocab_size, device, dtype):
+def build(config, vocab_size, device, dtype, rank=0, world=1):
     """(model, optimizer) of a Config, initialised, on the device."""
-    model = GPT(model_config(config, vocab_size)).init_weights(config.seed).store_embeddings(dtype).to(device)
+    model = GPT(model_config(config, vocab_size)).init_weights(config.seed).set_dtype(dtype).to(device)
     names = ("head_lr", "embed_lr", "oe_lr", "muon_lr", "weight_decay", "equilibrate_tau", "neumann_tau", "table_neumann_tau",
              "float32_state", "float32_polar")
     groups = native_groups(model.roles(), model.cfg.n_embd, dtype=dtype, **{name: getattr(config, name) for name in names})
-    return model, MuonAdamW(groups)
+    return model, MuonAdamW(groups, rank, world)
 
 
 def open_store(config):
@@ -181,17 +183,18 @@ def open_store(config):
     return Store(config.data)
 
 
-def train_step(model, optimizer, batches, config, step, device, autocast):
-    """One optimizer step over config.accum micro-batches; returns the mean loss in nats."""
+def train_step(model, optimizer, batches, config, step, device, autocast, rank=0, world=1):
+    """One optimizer step over config.accum micro-batches, of which each rank takes every world-th row; returns this rank's mean loss."""
     set_schedule(optimizer, step, config.steps, schedule=config.schedule, cooldown=config.momentum_cooldown,
                  cosine_decay=config.cosine_decay, lr_scale=config.lr_scale, decay_scale=config.muon_wd_scale)
     total = 0.0
     for _ in range(config.accum):
-        x, y = (z.to(device, non_blocking=True) for z in batches.next())
+        x, y = (z[rank::world].to(device, non_blocking=True) for z in batches.next())
         with autocast:
             loss = model(x, y)
         (loss / config.accum).backward()
         total += loss.item() / config.accum
+    optimizer.reduce_gradients()
     first_step(optimizer, model.roles(), config.step0) if step == 0 else optimizer.step()
     optimizer.zero_grad()
     return total
@@ -236,71 +239,84 @@ def claim(config, result, checkpoint):
 def train(config):
     """Train and evaluate one run; writes checkpoint and result JSON and returns the result record.
 
-    A run stopped by SIGINT or SIGTERM saves its checkpoint and returns status "stopped" without a result file.
+    Under torchrun every rank calls this, and rank 0 writes. A run stopped by SIGINT or SIGTERM saves its checkpoint and returns status
+    "stopped" without a result file.
     """
-    device = common.pick_device(config.device)
-    dtype = common.pick_dtype(config.dtype, device)
     if config.threads:
         torch.set_num_threads(config.threads)
     run = run_name(config)
     result, checkpoint = Path(config.out) / f"{run}.json", Path(config.out) / f"{run}.ckpt"
-    with common.locked(result):
-        claim(config, result, checkpoint)
-        store = open_store(config)
-        return _train(config, run, store, device, dtype, result, checkpoint)
+    with common.ranks(config.device) as (rank, world, device), common.locked(result) if rank == 0 else nullcontext():
+        if config.batch_size % world:
+            raise UserError(f"--batch_size {config.batch_size} does not split over {world} ranks; choose a multiple")
+        if rank == 0:
+            claim(config, result, checkpoint)
+            open_store(config)
+        common.wait_for_all(world)
+        record = _train(config, run, checkpoint, rank, world, device)
+        if rank == 0 and record["status"] != "stopped":
+            common.write_json(result, record)
+        return record
 
 
-def _train(config, run, store, device, dtype, result, checkpoint):
-    model, optimizer = build(config, store.vocab_size, device, dtype)
+def _train(config, run, checkpoint, rank, world, device):
+    dtype = common.pick_dtype(config.dtype, device)
+    store = open_store(config)
+    model, optimizer = build(config, store.vocab_size, device, dtype, rank, world)
     batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
     done = {"step": 0, "curve": [], "train_s": 0.0}
+    say = print if rank == 0 else lambda *a, **k: None
     if config.resume and checkpoint.exists():
         done = restore(checkpoint, config, store, model, optimizer, batches)
-        print(f"resuming {run} at step {done['step']}")
+        say(f"resuming {run} at step {done['step']}")
     if config.compile:
         model.trunk = torch.compile(model.trunk)
     autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
-    tokens = config.batch_size * config.seq_len * config.accum
-    params = model.num_params()
-    print(f"{run}: {params['total']:,} parameters ({params['oe']:,} in hashed tables), {config.steps} steps of {tokens:,} tokens on {device}")
+    tokens, params = config.batch_size * config.seq_len * config.accum, model.num_params()
+    say(f"{run}: {params['total']:,} parameters ({params['oe']:,} in hashed tables), {config.steps} steps of {tokens:,} tokens on "
+        f"{world} x {device.type}")
 
-    status, first = "finished", done["step"]
-    with common.stop_requests() as stop, tqdm(total=config.steps, initial=first, unit="step", disable=None) as bar:
-        for step in range(first, config.steps):
+    def checkpoint_now():
+        if rank == 0:
+            save(checkpoint, config, store, model, optimizer, batches, done)
+
+    status = "finished"
+    with common.stop_requests() as stop, tqdm(total=config.steps, initial=done["step"], unit="step", disable=None if rank == 0 else True) as bar:
+        for step in range(done["step"], config.steps):
             start = time.perf_counter()
-            loss = train_step(model, optimizer, batches, config, step, device, autocast)
+            loss = train_step(model, optimizer, batches, config, step, device, autocast, rank, world)
+            sums = torch.tensor([loss, float(bool(stop))], dtype=torch.float64, device=device if world > 1 else "cpu")
+            common.all_sum([sums], world)  # ranks agree on the loss, and on stopping
+            loss, stopping = sums[0].item() / world, sums[1].item() > 0
             done["train_s"] += time.perf_counter() - start
             done["curve"].append([step, loss])
             done["step"] = step + 1
-            bar.set_postfix_str(f"loss {loss:.4f}, {tokens * (step + 1) / done['train_s']:,.0f} tok/s", refresh=False)
+            speed = f"loss {loss:.4f}, {tokens * (step + 1) / done['train_s']:,.0f} tok/s"
+            bar.set_postfix_str(speed, refresh=False)
             bar.update()
             if bar.disable and (step + 1) % max(1, config.steps // 10) == 0:
-                print(f"step {step + 1}/{config.steps}  loss {loss:.4f}  {tokens * (step + 1) / done['train_s']:,.0f} tok/s", flush=True)
+                say(f"step {step + 1}/{config.steps}  {speed}", flush=True)
             if not loss <= DIVERGED:
                 status = "diverged"
                 break
-            if stop or config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
-                save(checkpoint, config, store, model, optimizer, batches, done)
-            if stop and step + 1 < config.steps:
-                print(f"stopped at step {step + 1}; --resume continues {checkpoint}")
+            last = step + 1 == config.steps
+            if last or stopping or config.save_every and (step + 1) % config.save_every == 0:
+                checkpoint_now()
+            if stopping and not last:
+                say(f"stopped at step {step + 1}; --resume continues {checkpoint}")
                 status = "stopped"
                 break
-    if status == "finished":
-        save(checkpoint, config, store, model, optimizer, batches, done)
     metrics = {}
     if status == "finished":
         with autocast:
-            metrics = evaluate_splits(model, store, config.batch_size, config.eval_tokens, device)
-    record = common.result_record(
+            metrics = evaluate_splits(model, store, config.batch_size, config.eval_tokens, device, rank, world)
+    return common.result_record(
         script="train_oe.py", run=run, arm=config.arm, status=status,
-        config={**dataclasses.asdict(config), "data_digest": store.digest, "dtype": str(dtype).split(".")[1]},
+        config={**dataclasses.asdict(config), "data_digest": store.digest, "dtype": str(dtype).split(".")[1], "ranks": world},
         depth=config.depth, width=model.cfg.n_embd, seed=config.seed, params=params, steps=done["step"], tokens=done["step"] * tokens,
         metrics=metrics, curve=done["curve"],
         timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"], "peak_mem_mib": common.peak_mem_mib(device)},
         env=common.env_record(device))
-    if status != "stopped":
-        common.write_json(result, record)
-    return record
 
 
 def main(argv=None):
@@ -308,6 +324,8 @@ def main(argv=None):
     if config is None:
         return list_arms()
     record = train(config)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     if record["status"] == "stopped":
         return 130
     path = Path(config.out) / f"{record['run']}.json"

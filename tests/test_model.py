@@ -284,7 +284,7 @@ def test_rows_longer_than_the_model_are_refused():
 
 
 def test_bfloat16_embeddings_only():
-    model = tiny(oe_m=13).store_embeddings(torch.bfloat16)
+    model = tiny(oe_m=13).set_dtype(torch.bfloat16)
     assert {role for _, role, p in model.roles() if p.dtype == torch.bfloat16} == {"wte", "value_embeds", "oe"}
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.zeros(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.long))

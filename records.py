@@ -188,6 +188,23 @@ def read_ablate(path, data):
     return Batch([], printed, plan, {})
 
 
+def checked(batch):
+    """The batch, when every name in it is text and every number one. ValueError names what is not: a published file was edited."""
+    for x in [*batch.runs, *batch.printed]:
+        numbers = {"depth": x.depth, "width": x.width, "params": x.params}
+        if isinstance(x, Printed):
+            numbers |= {"mean": x.mean, "sd": x.sd, "range": x.low, "range end": x.high, **dict(enumerate(x.loose))}
+        wrong = [k for k, v in numbers.items() if v is not None and number(v) is None]
+        if not isinstance(x.arm, str) or wrong or isinstance(x, Run) and whole(x.seed) is None:
+            raise ValueError(f"damaged: arm {clean(x.arm)}: {', '.join(map(str, wrong)) or 'name or seed'} is wrong")
+    for item in batch.plan:
+        texts = [item[k] for k in ("name", "label", "row", "table") if item[k] is not None]
+        values = [v for p in item["printed"].values() for x in p.values() for v in (x if isinstance(x, list) else [x]) if v is not None]
+        if not all(isinstance(x, str) for x in texts) or any(number(v) is None for v in values):
+            raise ValueError(f"damaged: contrast {clean(item['name'])} is wrong")
+    return batch
+
+
 def read_file(path):
     """Batch of one file; ValueError with the reason when it cannot be read or is none of ours."""
     try:
@@ -201,8 +218,8 @@ def read_file(path):
     readers = {("runs", "arm_stats"): read_oe, ("runs", "cosines"): read_wm, ("findings", "claims"): read_ablate}
     reader = next((r for keys, r in readers.items() if all(k in data for k in keys)), read_record)
     try:
-        return reader(path, data)
-    except (KeyError, TypeError, AttributeError, IndexError) as err:
+        return checked(reader(path, data))
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as err:
         raise ValueError(f"damaged: {type(err).__name__} {clean(err)}") from None
 
 

@@ -258,6 +258,13 @@ def test_mixed_metric_names(results):
     assert [a["metric"] for a in load(results.folder, "--metric", "val_bpb,val_loss")["arms"]] == ["val_bpb"] * 2 + ["val_loss"] * 2
 
 
+def test_settings_that_are_lists_are_compared_too(results):
+    for s in (1, 2):
+        results("modern", s, 1.0, {"data": ["a", "b"], "data_digest": None}), results("x", s, 0.9, {"data": ["a", "c"], "data_digest": None})
+    code, out, _ = run(results.folder)
+    assert code == 0 and 'mixed corpus ["a", "c"], ["a", "b"]' in out
+
+
 def test_seeds_as_text_pair_with_numbers(results):
     results("modern", 7, 1.0), results("x", "7", 0.9)
     c, = load(results.folder)["contrasts"]
@@ -418,6 +425,23 @@ def test_foreign_and_broken_files_are_skipped_with_one_line_each(results):
     assert "schema 2 instead of 1" in err and "truncated?" in err
     assert "x - modern" in out  # the rest is still shown
     assert len(load(results.folder, code=1)["skipped"]) == len(bad) + 1
+
+
+@pytest.mark.parametrize("where, value", [(("runs", 0, "arm"), [1]), (("runs", 0, "seed"), "x"), (("arm_stats", 0, "val_sd"), [2]), (("contrasts", 0, "mean"), "x"),
+                                          (("contrasts", 0, "label"), 7), (("setup", "steps"), None), (("aliases",), None), (("accounting",), [])])
+def test_an_edited_published_file_is_skipped(results, tmp_path, where, value):
+    data = json.loads(Path(OE_FILE).read_text(encoding="utf-8"))
+    at = data
+    for key in where[:-1]:
+        at = at[key]
+    at[where[-1]] = value
+    (tmp_path / "oe.json").write_text(json.dumps(data))
+    results("modern", 1, 1.0)
+    code, out, err = run(results.folder, tmp_path / "oe.json")
+    if where == ("setup", "steps"):  # unknown steps are no damage
+        assert code == 0
+    else:
+        assert code == 1 and "damaged: " in err and len(err.splitlines()) == 1 and "modern" in out
 
 
 def test_nothing_usable_is_refused(tmp_path):

@@ -129,10 +129,14 @@ def parse(argv=None):
     """Config from the command line: defaults, then the preset's flags, then the arm's, then explicit ones. None after --list_arms."""
     parser = common.make_parser(__doc__)
     common.add_flags(parser, Config)
-    parser.add_argument("--list_arms", "--list-arms", action="store_true", help="print name, flags and published result of every arm")
+    parser.add_argument("--list_arms", "--list-arms", action="store_true", help="print name, flags, parameters and published result of every arm")
+    parser.add_argument("--json", action="store_true", help="with --list_arms: print JSON")
     given = vars(parser.parse_args(argv))
+    as_json = given.pop("json", False)
     if given.pop("list_arms", False):
-        return None
+        return list_arms(as_json)
+    if as_json:
+        raise UserError("--json goes with --list_arms; results are always written as JSON")
     arm, preset = given.get("arm", ""), given.get("preset", "")
     if arm and arm not in ARMS:
         raise UserError(f"--arm {arm} is unknown; --list_arms prints them: {', '.join(ARMS)}")
@@ -150,14 +154,29 @@ def parse(argv=None):
     return config
 
 
-def list_arms():
-    """Print every arm: flags and the published mean validation BPB at depth 6 and 8."""
-    published = json.loads((common.ROOT / "published" / "oe.json").read_text())["arm_stats"]
-    mean = {(row["arm"], row["depth"]): f"{row['val_mean']:.6f}" for row in published if row["val_mean"] is not None}
-    print(f"{'arm':28} {'d6 val':>9} {'d8 val':>9}  flags")
+def list_arms(as_json=False):
+    """Print every arm: flags, parameters and the published mean validation BPB at depth 6 and 8."""
+    published = json.loads((common.ROOT / "published" / "oe.json").read_text())
+    runs, rows, counts = {}, [], {}
+    for r in published["runs"]:
+        runs.setdefault((r["arm"], r["depth"]), []).append(r["val_bpb"])
     for name, flags in ARMS.items():
-        print(f"{name:28} {mean.get((name, 6), '-'):>9} {mean.get((name, 8), '-'):>9}  "
-              + (" ".join(f"--{k} {v}" if v is not True else f"--{k}" for k, v in flags.items()) or "(the defaults)"))
+        row = {"arm": name, "flags": flags}
+        for depth in (6, 8):
+            cfg = model_config(Config(depth=depth, **flags), 8192)
+            if cfg not in counts:
+                with torch.device("meta"):
+                    counts[cfg] = GPT(cfg).num_params()["total"]
+            scores = runs.get((name, depth))
+            row[f"params_d{depth}"], row[f"published_d{depth}"] = counts[cfg], scores and round(sum(scores) / len(scores), 6)
+        rows.append(row)
+    if as_json:
+        return print(json.dumps(rows))
+    print(f"{'arm':30} {'params d6':>11} {'params d8':>11} {'val d6':>8} {'val d8':>8}  flags (published means of validation bits per byte)")
+    for row in rows:
+        values = [f"{row[f'published_d{d}']:.6f}" if row[f"published_d{d}"] else "-" for d in (6, 8)]
+        flags = " ".join(f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v}" for k, v in row["flags"].items())
+        print(f"{row['arm']:30} {row['params_d6']:11,} {row['params_d8']:11,} {values[0]:>8} {values[1]:>8}  {flags or '(the defaults)'}")
 
 
 def model_config(config, vocab_size):
@@ -322,7 +341,7 @@ def _train(config, run, checkpoint, rank, world, device):
 def main(argv=None):
     config = parse(argv)
     if config is None:
-        return list_arms()
+        return 0
     record = train(config)
     if os.environ.get("RANK", "0") != "0":
         return 0

@@ -248,7 +248,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 
 .scroll { overflow-x: auto; border: 1px solid #d8d8d8; border-radius: 6px }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; width: 100% }
 th { text-align: left; background: #f3f4f2; position: sticky; top: 0; white-space: nowrap }
-th button { all: unset; cursor: pointer; padding: .4rem .6rem; display: block } th button:focus-visible { outline: 2px solid #2b6cb0 }
+th button { all: unset; cursor: pointer; padding: .4rem .6rem; display: block; width: 100%; box-sizing: border-box } th button:focus-visible { outline: 2px solid #2b6cb0 }
 th[aria-sort=ascending] button::after { content: " \\25B2" } th[aria-sort=descending] button::after { content: " \\25BC" }
 td { padding: .3rem .6rem; border-top: 1px solid #e6e6e6; vertical-align: top; white-space: nowrap } td.num { text-align: right }
 td.wrap { white-space: normal; min-width: 9rem } td.long { white-space: normal; min-width: 18rem }

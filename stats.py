@@ -442,9 +442,10 @@ def parse(argv):
     """(Flags, files, [(kind, text)]) of a command line; UserError for what cannot be asked."""
     parser = make_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="result JSON files, folders of them, published/*.json")
-    for kind, form in (("contrast", "A - B"), ("dod", "(A - B) - (C - D)"), ("ratio", "(A - B) / (C - D)")):
-        parser.add_argument(f"--{kind}", action="append", metavar=f'"{form}"',
-                            help="this instead of the default contrasts; may be repeated")
+    for kind, form, what in (("contrast", "A - B", "difference of two arms, instead of the default contrasts; may be repeated, as the next two"),
+                             ("dod", "(A - B) - (C - D)", "difference of two differences, over the seeds all four arms have"),
+                             ("ratio", "(A - B) / (C - D)", "ratio of two mean differences; descriptive, no interval")):
+        parser.add_argument(f"--{kind}", action="append", metavar=f'"{form}"', help=what)
     add_flags(parser, Flags)
     given = vars(parser.parse_args(argv))
     files, asked = given.pop("files"), [(k, t) for k in ("contrast", "dod", "ratio") for t in given.pop(k, [])]

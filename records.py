@@ -35,7 +35,12 @@ class Run:
     params: Optional[float] = None
     budget: dict = field(default_factory=dict)  # what must agree within an arm and within a pair: steps, tokens, corpus, ...
     config: dict = field(default_factory=dict)
-    curve: list = field(default_factory=list)
+    curve: object = None  # as found in the file; points() makes sense of it
+
+    def points(self):
+        """[[step, loss], ...]: the finite points of the loss curve."""
+        rows = self.curve if isinstance(self.curve, list) else []
+        return [p for p in rows if isinstance(p, list) and len(p) == 2 and None not in map(number, p)]
 
 
 @dataclass
@@ -110,11 +115,9 @@ def read_record(path, data):
     budget = {"steps": number(data.get("steps")), "tokens": number(data.get("tokens")),
               "corpus": plain(config.get("data_digest") or env.get("data_digest") or config.get("data")),
               "data order": plain(config.get("data_seed")), "evaluation tokens": plain(config.get("eval_tokens"))}
-    curve = [p for p in data.get("curve") or [] if isinstance(p, list) and len(p) == 2 and None not in map(number, p)] \
-        if isinstance(data.get("curve"), list) else []
     return Batch([Run(str(path), clean(data.get("script") or "?"), whole(data.get("depth")), whole(data.get("width")),
                       clean(data["arm"]) or "(unnamed)", seed, clean(data["status"]), data["metrics"],
-                      number(params.get("total")), budget, config, curve)])
+                      number(params.get("total")), budget, config, data.get("curve"))])
 
 
 def read_oe(path, data):

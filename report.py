@@ -208,19 +208,18 @@ def curve_panels(cells):
     """Panels of loss curves, one per group: every run a line, every arm a colour."""
     groups = {}
     for c in cells:
-        if any(r.curve for r in c.runs.values()):
-            groups.setdefault(c.group, []).append(c)
+        if curves := [points for r in c.runs.values() if (points := r.points())]:
+            groups.setdefault(c.group, []).append((c.arm, curves))
 
     def drawer(group, inside):
         def draw(axis):
             import matplotlib.pyplot as plt
-            for i, c in enumerate(inside):
+            for i, (arm, curves) in enumerate(inside):
                 shade = plt.get_cmap("tab20")(i % 20) if len(inside) > 10 else plt.get_cmap("tab10")(i)
-                label = clip(c.arm, 40) if i < MOST_LEGEND else f"and {len(inside) - MOST_LEGEND} more" if i == MOST_LEGEND else None
-                for run in c.runs.values():
-                    if run.curve:
-                        axis.plot(*zip(*run.curve), color=shade, lw=0.9, alpha=0.85, label=label)
-                        label = None
+                label = clip(arm, 40) if i < MOST_LEGEND else f"and {len(inside) - MOST_LEGEND} more" if i == MOST_LEGEND else None
+                for points in curves:
+                    axis.plot(*zip(*points), color=shade, lw=0.9, alpha=0.85, label=label)
+                    label = None
             axis.set_title(f"{size(group)}: loss curves, one line per seed", loc="left", fontsize=10)
             axis.set_xlabel("step")
             axis.set_ylabel("loss (nats per token)")

@@ -255,23 +255,23 @@ class _ChunkedLoss(torch.autograd.Function):
         dw = torch.zeros(weight.shape, dtype=acc, device=x.device) if need_w else None
         for i in range(0, len(x), chunk):
             part, y = x[i:i + chunk], targets[i:i + chunk]
-            z, slope = (part @ w.t()).to(acc), None
+            picked, keep = y.clamp_min(0).unsqueeze(1), (y >= 0).to(acc)
             if softcap:
-                z = z.div_(softcap).tanh_()
-                slope = z.square().neg_().add_(1) if need_x or need_w else None   # d capped / d z
-                z = z.mul_(softcap)
-            logp = torch.log_softmax(z, dim=-1)
-            picked = y.clamp_min(0).unsqueeze(1)
-            keep = (y >= 0).to(acc)
+                t = ((part / softcap) @ w.t()).to(acc).tanh_()
+                logp = torch.log_softmax(t * softcap, dim=-1)
+            else:
+                logp = torch.log_softmax((part @ w.t()).to(acc), dim=-1)
             nats[i:i + chunk] = -logp.gather(1, picked).squeeze(1) * keep
-            if slope is not None or (not softcap and (need_x or need_w)):
-                p = logp.exp_().scatter_add_(1, picked, -torch.ones_like(picked, dtype=acc))
-                p = p if slope is None else p.mul_(slope)
-                p = p.mul_((keep * scale[i:i + chunk]).unsqueeze(1)).to(x.dtype)
-                if need_x:
-                    torch.mm(p, w, out=dx[i:i + chunk])
-                if need_w:
-                    dw.addmm_(p.t(), part) if acc == x.dtype else dw.add_(p.t() @ part)
+            if not (need_x or need_w):
+                continue
+            p = logp.exp_().scatter_add_(1, picked, -torch.ones_like(picked, dtype=acc)).mul_((keep * scale[i:i + chunk]).unsqueeze(1))
+            if softcap:
+                p.addcmul_(t.square_(), p, value=-1)       # times 1 - tanh^2, the slope of the cap
+            p = p.to(x.dtype)
+            if need_x:
+                torch.mm(p, w, out=dx[i:i + chunk])
+            if need_w:
+                dw.addmm_(p.t(), part) if acc == x.dtype else dw.add_(p.t() @ part)
         ctx.save_for_backward(dx, dw if dw is None else dw.to(weight.dtype))
         return (nats * scale).sum(), nats
 

@@ -2,6 +2,8 @@
 
     python bench.py oe      training step with hashed tables of 150,855 rows against 15,085, and against no tables
     python bench.py loss    chunked head loss against the plain one: time and peak memory, forward and backward
+    python bench.py opt     training step of each family of OE arms against its native one
+    python bench.py ddp     training step on two ranks against one process (on one machine they share its cores)
 
 Single timings on a shared machine mean nothing; the ratio of two things in one run does. Each prints a table and, as its last
 line, one JSON object: {"bench", "ratio", "a_median_s", "b_median_s", "pairs", ...}, ratio = a / b.
@@ -20,7 +22,7 @@ import torch
 import common
 from common import UserError, flag
 from model import GPT, GPTConfig, chunked_loss, plain_loss
-from optim import MuonAdamW, native_groups, set_schedule
+from optim import PACKAGE, PACKAGE_SCHEDULE, MuonAdamW, native_groups, set_schedule
 
 LAPTOP = dict(depth=4, head_dim=64, sequence_len=256)   # the laptop preset's model and batch
 LAPTOP_ROWS, LAPTOP_VOCAB, LAPTOP_WIDTH, SOFTCAP = 8, 8192, 256, 15.0
@@ -60,18 +62,20 @@ def report(bench, seconds, a, b, pairs, **more):
                       "b_median_s": seconds[b], "pairs": pairs, "torch": torch.__version__, "threads": torch.get_num_threads(), **more}))
 
 
-def step_of(device, **kw):
+def step_of(device, groups={}, schedule={}, rank=0, world=1, **kw):
     """A function that runs one whole training step (forward, backward, optimizer) of a laptop-sized model on fresh tokens."""
     model = GPT(GPTConfig.backbone(**{**LAPTOP, **kw})).init_weights(0).to(device)
-    optimizer = MuonAdamW(native_groups(model.roles(), model.cfg.n_embd))
+    optimizer = MuonAdamW(native_groups(model.roles(), model.cfg.n_embd, **groups), rank, world)
     gen, step = torch.Generator().manual_seed(0), iter(range(1 << 30))
 
     def run():
         # Zipf-like ids: what repeats in text repeats in the tables
         rank = torch.rand(LAPTOP_ROWS, model.cfg.sequence_len + 1, generator=gen)
         ids = (LAPTOP_VOCAB ** rank - 1).long().clamp_(0, LAPTOP_VOCAB - 1).to(device)
-        set_schedule(optimizer, next(step), 953)
+        set_schedule(optimizer, 100 + next(step), 953, **schedule)   # past the ramps: every part at full strength
+        ids = ids[rank::world]
         model(ids[:, :-1], ids[:, 1:]).backward()
+        optimizer.reduce_gradients()
         optimizer.step()
         optimizer.zero_grad()
     return run
@@ -125,9 +129,9 @@ def loss_memory(name, device):
     return common.peak_mem_mib(device) - resident / 2**20
 
 
-def fresh(*args):
+def fresh(*args, start=(sys.executable,)):
     """Last line printed by bench.py in a fresh process, parsed."""
-    out = subprocess.run([sys.executable, __file__, *args], capture_output=True, text=True)
+    out = subprocess.run([*start, __file__, *args], capture_output=True, text=True)
     if out.returncode:
         raise UserError(f"bench.py {' '.join(args)} failed: {out.stderr.strip().splitlines()[-1]}")
     return json.loads(out.stdout.splitlines()[-1])
@@ -142,12 +146,47 @@ def bench_loss(config, device):
            chunked_peak_mib=round(mib["chunked"], 1), plain_peak_mib=round(mib["plain"], 1))
 
 
-BENCHES = {"oe": bench_oe, "loss": bench_loss}
+def bench_opt(config, device):
+    """What the package, the joint package and the routes cost over native steps, dense and with tables."""
+    package, tables = dict(groups=PACKAGE, schedule=PACKAGE_SCHEDULE), dict(oe_m=150_855)
+    joint = dict(package, qk_scale="full")
+    families = {"dense native": {}, "dense opt": package, "dense joint": joint,
+                "oe native": tables, "oe opt": dict(tables, **package), "oe joint": dict(tables, **joint),
+                "oe separate + skip": dict(tables, **joint, wte_route="separate", out_skip=True),
+                "oe shared + skip": dict(tables, **joint, wte_route="shared", out_skip=True),
+                "oe table neumann": dict(tables, groups=dict(table_neumann_tau=80))}
+    s = interleave({name: step_of(device, **kw) for name, kw in families.items()}, config.pairs, device)
+    over = {name.replace(" ", "_") + "_over_native": round(s[name] / s["oe native" if name.startswith("oe") else "dense native"], 4)
+            for name in s if "native" not in name}
+    report("opt", s, "oe joint", "oe native", config.pairs, **over)
+
+
+def bench_ddp(config, device):
+    """A step of one process with all threads against two ranks with half of them each, in processes of their own, in turn."""
+    threads = max(1, torch.get_num_threads() // 2)
+    times = {"two ranks": [], "one process": []}
+    for _ in range(3):
+        for name, world, n in (("one process", 1, 2 * threads), ("two ranks", 2, threads)):
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else [sys.executable]
+            times[name].append(fresh("ddp-step", "--pairs", str(config.pairs), "--threads", str(n), "--device", config.device, start=start)["s"])
+    report("ddp", {name: median(t) for name, t in times.items()}, "two ranks", "one process", 3)
+
+
+def ddp_step(config):
+    """Median seconds of a step of the model with tables, on as many ranks as torchrun started; rank 0 prints it."""
+    with common.ranks(config.device) as (rank, world, device):
+        s = interleave({"step": step_of(device, rank=rank, world=world, oe_m=15_085)}, config.pairs, device)["step"]
+        if rank == 0:
+            print(json.dumps({"s": s}), flush=True)
+
+
+BENCHES = {"oe": bench_oe, "loss": bench_loss, "opt": bench_opt, "ddp": bench_ddp}
+INNER = ("loss-memory", "ddp-step")   # what the benches above start in processes of their own
 
 
 def main(argv=None):
     parser = common.make_parser(__doc__)
-    parser.add_argument("bench", choices=[*BENCHES, "loss-memory"], metavar="NAME", help=" | ".join(BENCHES))
+    parser.add_argument("bench", choices=[*BENCHES, *INNER], metavar="NAME", help=" | ".join(BENCHES))
     parser.add_argument("--side", choices=list(LOSSES), help="loss-memory only: which loss to measure, in this process")
     common.add_flags(parser, Config)
     given = vars(parser.parse_args(argv))
@@ -155,9 +194,11 @@ def main(argv=None):
     common.check_bounds(config)
     if (side is not None) != (name == "loss-memory"):
         raise UserError("--side goes with loss-memory and nothing else")
-    device = common.pick_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
+    if name == "ddp-step":
+        return ddp_step(config)
+    device = common.pick_device(config.device)
     if name == "loss-memory":
         return print(json.dumps({"mib": loss_memory(side, device)}))
     BENCHES[name](config, device)

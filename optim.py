@@ -103,12 +103,16 @@ def equilibrate(M, alpha, passes=2):
     """
     if alpha == 0:
         return M
+    # the scaled matrix is r M c at every moment, so its row and column energies are products of M^2 with c^2 and r^2
+    energy = M.square()
+    r, c = torch.ones_like(M[..., :1]), torch.ones_like(M[..., :1, :])
+
+    def factor(line):
+        return torch.where(line > 0, (line.mean(dim=(-2, -1), keepdim=True) / line).pow(alpha / 2), 1)
     for _ in range(passes):
-        for dim in (-1, -2):
-            line = M.square().mean(dim=dim, keepdim=True)
-            whole = line.mean(dim=(-2, -1), keepdim=True)
-            M = M * (whole / line.clamp_min(TINY)).pow(alpha / 2)
-    return M
+        r = r * factor(r.square() * (energy @ c.square().mT) / M.size(-1))
+        c = c * factor(c.square() * (r.square().mT @ energy) / M.size(-2))
+    return M * r * c
 
 
 def neumann_whiten(U, alpha):
@@ -116,6 +120,21 @@ def neumann_whiten(U, alpha):
     U = U - U.mean(dim=-2, keepdim=True)
     gram = U.mT @ U
     return U - (alpha / 2) * (U @ (gram / (gram.norm(dim=(-2, -1), keepdim=True) + TINY)))
+
+
+def neumann_whiten_rows(U, alpha):
+    """neumann_whiten of a matrix U [rows, n] of which many rows are zero, as in an embedding's gradient: products with the others only.
+
+    With m the mean row, G = U^T U - rows m^T m, and every zero row becomes -m + alpha/2 m G / |G|_F.
+    """
+    hit = (U != 0).any(dim=1).nonzero().squeeze(1)
+    if len(hit) > 0.5 * len(U):
+        return neumann_whiten(U, alpha)
+    some, mean = U[hit], U.mean(dim=0, keepdim=True)
+    gram = some.T @ some - len(U) * (mean.T @ mean)
+    gram = (alpha / 2) * gram / (gram.norm() + TINY)
+    rest = mean @ gram - mean
+    return rest.repeat(len(U), 1).index_copy_(0, hit, some - some @ gram + rest)
 
 
 def entrywise_adamw(m, v, step, beta1, beta2, eps):
@@ -196,7 +215,7 @@ class MuonAdamW(torch.optim.Optimizer):
         weight = s["master"] if wide else p
         g = p.grad.to(weight.dtype)
         if group["neumann"] and p.ndim == 2:
-            g = neumann_whiten(g, group["neumann"])
+            g = neumann_whiten_rows(g, group["neumann"])
         s["exp_avg"].lerp_(g, 1 - beta1)
         s["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
         weight.mul_(1 - group["lr"] * group["weight_decay"])

@@ -8,7 +8,7 @@ import torch
 from common import UserError
 from model import GPT, GPTConfig, chunked_loss
 from optim import (MuonAdamW, POLAR_COEFFICIENTS, entrywise_adamw, equilibrate, homotopy, lr_multiplier, muon_momentum, native_groups,
-                   neumann_whiten, normuon_scale, oe_row_update, polar_express, run_progress, set_schedule)
+                   neumann_whiten, neumann_whiten_rows, normuon_scale, oe_row_update, polar_express, run_progress, set_schedule)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -114,6 +114,13 @@ def test_neumann_equals_its_formula_and_removes_the_mean_row():
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14)
     assert got.mean(0).abs().max() < 1e-14 and torch.equal(neumann_whiten(U, 0.0), U - U.mean(0))
     assert (neumann_whiten(torch.zeros(4, 3), 1.0) == 0).all()
+
+
+@pytest.mark.parametrize("zero", [0.0, 0.3, 0.8, 1.0])
+def test_neumann_of_sparse_rows_is_the_same(zero):
+    U = random(40, 7, seed=9)
+    U[torch.rand(40, generator=torch.Generator().manual_seed(1)) < zero] = 0
+    torch.testing.assert_close(neumann_whiten_rows(U, 0.8), neumann_whiten(U, 0.8), rtol=1e-12, atol=1e-14)
 
 
 # ---- hashed tables ----

@@ -44,7 +44,7 @@ class Config:
     seq_len: int = flag(128, "step0: tokens in a row", low=1)
     oe_m: int = flag(15_085, "step0: base modulus of the hashed tables", low=1)
     seed: int = flag(42, "step0: seed of the weights", low=0)
-    dtype: str = flag("bfloat16", "step0: the run's precision", choices=("float32", "bfloat16"))
+    dtype: str = flag("float32", "step0: precision of the trajectories (bfloat16 is slow on most CPUs)", choices=("float32", "bfloat16"))
     steps: int = flag(12, "step0: steps of the trajectories", low=1)
 
 
@@ -222,10 +222,15 @@ SKIP_ARM = dict(qk_scale="full", wte_route="separate", out_skip=True)
 EPSILONS = {"0": 0.0, "2^-23": 2.0**-23, "1e-6": 1e-6}
 
 
-def scalar_gradients(model, idx, targets, autocast=None):
-    """Sums of the loss gradient over the scalars of each family: d loss / d alpha for each of their entries, averaged."""
+def precision(dtype):
+    """The autocast context of a run in this dtype on the CPU."""
+    return torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
+
+
+def scalar_gradients(model, idx, targets, autocast=nullcontext()):
+    """d loss / d scalar of each family of residual scalars, the mean over the family's entries (all equal but for rounding)."""
     model.zero_grad()
-    with autocast or nullcontext():
+    with autocast:
         model(idx, targets).backward()
     grads = {role: p.grad.double().mean().item() for _, role, p in model.roles() if role in ("x0_lambdas", "wte_lambdas", "out_lambdas")}
     model.zero_grad()
@@ -245,15 +250,15 @@ def closed_form(model, idx, targets, eps):
 
 
 def step0_gradients(config, idx, targets, vocab):
-    """{precision: {family: gradient}} at initialisation: float64 at three epsilons with the closed form, and the run's own precision."""
+    """{precision: {family: gradient}} at initialisation: float64 at three epsilons with the closed form, and both precisions of runs."""
     cfg = GPTConfig.backbone(config.depth, vocab_size=vocab, sequence_len=config.seq_len, oe_m=config.oe_m, **SKIP_ARM)
     exact, out = GPT(cfg).init_weights(config.seed).double(), {}
     for name, eps in EPSILONS.items():
         with mock.patch.object(model_file, "norm", lambda x, eps=eps: F.rms_norm(x, (x.size(-1),), eps=eps)):
             out[f"float64, eps {name}"] = {**scalar_gradients(exact, idx, targets), "closed_form": closed_form(exact, idx, targets, eps)}
-    dtype = getattr(torch, config.dtype)
-    own = GPT(cfg).init_weights(config.seed).set_dtype(dtype)
-    out[config.dtype] = scalar_gradients(own, idx, targets, torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else None)
+    for dtype in (torch.float32, torch.bfloat16):
+        own = GPT(cfg).init_weights(config.seed).set_dtype(dtype)
+        out[str(dtype).split(".")[1]] = scalar_gradients(own, idx, targets, precision(dtype))
     return out
 
 
@@ -267,7 +272,7 @@ def step0_trajectory(config, mode, store):
     for step in range(config.steps):
         set_schedule(optimizer, step, 953, **PACKAGE_SCHEDULE)
         x, y = batches.next()
-        with torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext():
+        with precision(dtype):
             loss = model(x, y)
         loss.backward()
         first_step(optimizer, model.roles(), mode) if step == 0 else optimizer.step()

@@ -18,7 +18,7 @@ TOO_LARGE = 1e100  # beyond it sums of squares overflow; no loss is that large
 PREFERRED = ("val_bpb", "val_loss", "heldout_bpb")
 # where a run was computed and stored is no part of what was computed; budget and corpus are compared on their own
 NOT_CONFIG = {"arm", "seed", "data_seed", "data", "data_digest", "eval_tokens", "out", "out_dir", "run", "name", "preset", "device",
-              "threads", "compile", "resume", "force", "save_every", "log_every", "eval_every", "shard", "seeds", "configs"}
+              "threads", "ranks", "compile", "resume", "force", "save_every", "log_every", "eval_every", "shard", "seeds", "configs"}
 
 
 @dataclass

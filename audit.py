@@ -185,6 +185,7 @@ def mean_row_share(W):
 
 
 def mean(values):
+    """Mean of an iterable, None of an empty one."""
     values = list(values)
     return sum(values) / len(values) if values else None
 
@@ -306,6 +307,7 @@ def table(rows):
 
 
 def print_geometry(path, g):
+    """What geometry() found, one line a part."""
     print(f"{path} at step {g['step']}")
     flat = lambda d: "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {[round(x, 3) for x in v]}" for k, v in d.items() if v is not None)
     for part in ("stable_rank", "mean_row_share", "q_gain", "scalars"):
@@ -314,6 +316,7 @@ def print_geometry(path, g):
 
 
 def print_step0(found):
+    """What step0() found, as three tables."""
     print("gradient of the loss on one residual scalar at step 0 (mean over the family)")
     table([{"precision": k, **v} for k, v in found["gradients"].items()])
     print("\nloss by step")

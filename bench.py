@@ -111,6 +111,7 @@ LOSSES = {"chunked": chunked_loss, "plain": plain_loss}
 
 
 def loss_run(name, case):
+    """Forward and backward of one head loss."""
     x, w, y = case
     x.grad = w.grad = None
     LOSSES[name](x, w, y, SOFTCAP).backward()

@@ -310,6 +310,7 @@ def stop_requests():
 @contextmanager
 def ranks(device_name):
     """Yield (rank, world, device): joins torchrun's process group (nccl on CUDA, gloo elsewhere), or (0, 1, device) without torchrun."""
+    import torch
     import torch.distributed as dist
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
@@ -318,6 +319,7 @@ def ranks(device_name):
     device = pick_device(device_name)
     if device.type == "cuda" and device.index is None:
         device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield dist.get_rank(), world, device

@@ -86,7 +86,7 @@ class GPTConfig:
 
 def norm(x):
     """Parameter-free RMSNorm over the channels; eps None is the machine epsilon of the accumulation type, 2^-23 in float32."""
-    return F.rms_norm(x, (x.size(-1),))
+    return F.rms_norm(x, (x.size(-1),)).to(x.dtype)  # autocast may answer in float32
 
 
 def rotary_tables(length, head_dim, base, device=None):
@@ -257,7 +257,7 @@ class _ChunkedLoss(torch.autograd.Function):
             part, y = x[i:i + chunk], targets[i:i + chunk]
             picked, keep = y.clamp_min(0).unsqueeze(1), (y >= 0).to(acc)
             if softcap:
-                t = ((part / softcap) @ w.t()).to(acc).tanh_()
+                t = (part @ w.t()).to(acc).div_(softcap).tanh_()
                 logp = torch.log_softmax(t * softcap, dim=-1)
             else:
                 logp = torch.log_softmax((part @ w.t()).to(acc), dim=-1)

@@ -281,7 +281,10 @@ def locked(path):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{path} is being written by another process; wait for it, or name another --out") from None
-        yield
+        try:
+            yield
+        finally:
+            os.unlink(f.name)
 
 
 @contextmanager

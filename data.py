@@ -58,14 +58,15 @@ EVAL_TOKENS = 20_971_520         # 320 batches of 32 x 2048 targets, the OE pape
 # The OE paper trains on 499,646,464 tokens; a shard is about 250 MB of text, some 60 million tokens, of which packing drops 3 %.
 DEFAULT_SHARDS = 10
 
-# GPT-4's pre-split with digit runs of at most two. No alternative reaches over a newline into a character that is not white
-# space: cut_document() relies on it.
+# GPT-4's pre-split with digit runs of at most two, and other runs of at most 256: BPE takes time quadratic in the length of a run,
+# and some files are one run. No alternative reaches over a newline into a character that is not white space: cut_document()
+# relies on it.
 PRE_SPLIT = "|".join([
-    r"'(?i:s|d|m|t|ll|ve|re)",       # English contractions
-    r"[^\r\n\p{L}\p{N}]?\p{L}+",     # a word with the character before it
+    r"'(?i:s|d|m|t|ll|ve|re)",                        # English contractions
+    r"[^\r\n\p{L}\p{N}]?\p{L}{1,256}",               # a word with the character before it
     r"\p{N}{1,2}",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",    # punctuation
-    r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+    r" ?[^\s\p{L}\p{N}]{1,256}[\r\n]{0,256}",        # punctuation
+    r"\s{0,256}[\r\n]{1,256}", r"\s{1,256}(?!\S)", r"\s{1,256}",
 ])
 SAFE_CUT = re.compile(r"\n(?=\S)")
 

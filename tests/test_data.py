@@ -616,3 +616,12 @@ def test_command_line_end_to_end(tmp_path):
     done = run("--corpus", tmp_path / "t", "--vocab-size", 290, "--out", tmp_path / "s")
     assert done.returncode == 0 and done.stderr == "" and "heldout" in done.stdout and "bytes/token" in done.stdout
     assert Store(tmp_path / "s").vocab_size == 290
+
+
+def test_endless_runs_of_one_character_are_cut(tmp_path):
+    """Files that are one run (base64, genomes, blank lines) would cost the BPE trainer time quadratic in their length."""
+    text = "a" * 200_000 + "\n" + "ab c\n" * 200 + " " * 100_000 + "\n" * 100_000 + "é" * 100_000 + "#" * 100_000 + "1" * 100_000
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    store = Store(prepare([tmp_path / "a.txt"], 290, out=tmp_path / "s"))
+    whole = "".join("".join(documents(np.asarray(getattr(store, s)), store.bos, store.tokenizer)) for s in ("train", "val", "heldout"))
+    assert whole == text

@@ -170,8 +170,10 @@ NOTES = {
 # ---- geometry of a checkpoint (OE Tables 4, 5a, 8b) ----
 
 def stable_rank(W):
-    """|W|_F^2 / |W|_2^2 of a matrix [m, n], in float64 through its smaller Gram matrix."""
+    """|W|_F^2 / |W|_2^2 of a matrix [m, n], in float64 through its smaller Gram matrix; NaN where W is zero or not finite."""
     W = W.double()
+    if not W.isfinite().all():
+        return math.nan
     gram = W.T @ W if W.size(0) >= W.size(1) else W @ W.T
     top = torch.linalg.eigvalsh(gram)[-1].item()
     return gram.trace().item() / top if top > 0 else math.nan
@@ -192,9 +194,9 @@ def mean(values):
 
 def geometry(path):
     """Everything Tables 4, 5a and 8b report of one checkpoint, as a nested dict."""
-    saved = common.load_checkpoint(path)
-    if not {"model", "model_config"} <= saved.keys() or "wte.weight" not in saved["model"]:
-        raise UserError(f"{path} holds no model of this project")
+    saved = common.load_checkpoint(path, ("model", "model_config", "config", "step"))
+    with common.reading(path):
+        GPT(GPTConfig(**saved["model_config"])).load_state_dict(saved["model"])  # every tensor is there, in its shape
     P, depth = saved["model"], saved["model_config"]["n_layer"]
     square = [f"blocks.{i}.attn.c_{n}.weight" for i in range(depth) for n in ("q", "k", "v", "proj")]
     rect = [f"blocks.{i}.ffn.{n}.weight" for i in range(depth) for n in ("c_fc", "c_proj")]
@@ -331,7 +333,7 @@ def main(argv=None):
     parser.add_argument("audit", choices=("params", "flops", "memory", "geometry", "step0"), metavar="NAME", help="which audit")
     parser.add_argument("checkpoints", nargs="*", metavar="CKPT", help="geometry: checkpoint files")
     common.add_flags(parser, Config)
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse_intermixed_args(argv))
     name, paths, config = given.pop("audit"), given.pop("checkpoints", []), Config(**given)
     common.check_bounds(config)
     if bool(paths) != (name == "geometry"):

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,23 +34,34 @@ class UserError(Exception):
 def cli(main, argv=None):
     """Run main(argv) as a command line program: a UserError or a failed file operation becomes one line and exit code 2."""
     try:
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
         code = main(argv)
         sys.stdout.flush()
         sys.exit(code or 0)
     except UserError as err:
         message = " ".join(str(err).split())
     except BrokenPipeError:  # `| head` closed the pipe: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         sys.exit(141)
     except OSError as err:
-        if err.filename is None:
+        message = f"{err.filename}: {err.strerror}" if err.filename else f"{err.strerror or err}"
+    except (MemoryError, RuntimeError) as err:  # torch has no common type for what does not fit
+        if isinstance(err, RuntimeError) and "memory" not in str(err) and "bytes" not in str(err):
             raise
-        message = f"{err.filename}: {err.strerror}"
+        message = f"out of memory ({' '.join(str(err).split())[:120]}); choose a smaller model, batch or table"
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     print(f"error: {message}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk behind stdout
+        _drop_stdout()
     sys.exit(2)
+
+
+def _drop_stdout():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- flags ----
@@ -137,10 +149,9 @@ def pick_device(name="auto"):
     import torch
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device {name} is no device; use auto, cpu, cuda or cuda:N") from None
+    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
+        raise UserError(f"--device {name} is no device; use auto, cpu, cuda, cuda:N or mps")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -163,11 +174,20 @@ def derive_seed(*parts):
 
 # ---- files ----
 
+def make_parent(path):
+    """Path(path), after making its folder; UserError where a file is in the way."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{path.parent} is a file or lies below one; name a folder with --out") from None
+    return path
+
+
 @contextmanager
 def atomic_path(path):
     """Yield a temporary path beside `path`; on success it is flushed to disk and renamed over `path`, else removed."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = make_parent(path)
     fd, tmp = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(fd)
     try:
@@ -205,11 +225,14 @@ def save_checkpoint(path, payload):
     """torch.save of {"format": CHECKPOINT_FORMAT, **payload}, whole or not at all; payload holds tensors and plain values only."""
     import torch
     with atomic_path(path) as tmp:
-        torch.save({"format": CHECKPOINT_FORMAT, **payload}, tmp)
+        try:
+            torch.save({"format": CHECKPOINT_FORMAT, **payload}, tmp)
+        except RuntimeError as err:  # torch's own type for a full disk
+            raise UserError(f"{path} cannot be written ({str(err).splitlines()[0][:80]}); is the disk full?") from None
 
 
-def load_checkpoint(path, map_location="cpu"):
-    """Read a checkpoint without running any code in it. UserError when it is missing, truncated or not ours."""
+def load_checkpoint(path, keys=(), map_location="cpu"):
+    """Read a checkpoint without running any code in it. UserError when it is missing, truncated, not ours or lacks one of `keys`."""
     import torch
     if not Path(path).is_file():
         raise UserError(f"{path}: no such checkpoint")
@@ -219,7 +242,18 @@ def load_checkpoint(path, map_location="cpu"):
         raise UserError(f"{path} is truncated or not a checkpoint; delete it or name another") from None
     if not isinstance(payload, dict) or payload.get("format") != CHECKPOINT_FORMAT:
         raise UserError(f"{path} is a torch file but not a checkpoint of this project (no format {CHECKPOINT_FORMAT!r})")
+    if missing := [k for k in keys if k not in payload]:
+        raise UserError(f"{path} is a damaged checkpoint (it lacks {', '.join(missing)}); delete it or name another")
     return payload
+
+
+@contextmanager
+def reading(path):
+    """For code that takes a checkpoint apart: what its contents make fail becomes a UserError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as err:
+        raise UserError(f"{path} is a damaged checkpoint ({type(err).__name__}); delete it or name another") from None
 
 
 # ---- records ----
@@ -274,8 +308,7 @@ def peak_mem_mib(device):
 def locked(path):
     """Hold an exclusive lock beside `path` for the block; UserError when another process holds it."""
     import fcntl
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = make_parent(path)
     with open(path.parent / f".{path.name}.lock", "w") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,10 +348,12 @@ def ranks(device_name):
     """Yield (rank, world, device): joins torchrun's process group (nccl on CUDA, gloo elsewhere), or (0, 1, device) without torchrun."""
     import torch
     import torch.distributed as dist
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield 0, 1, pick_device(device_name)
         return
+    if not all(os.environ.get(k, "").isdigit() for k in ("WORLD_SIZE", "RANK", "LOCAL_RANK")):
+        raise UserError("WORLD_SIZE is set but not RANK and LOCAL_RANK, or they are no numbers; start with torchrun, or unset WORLD_SIZE")
+    world = int(os.environ["WORLD_SIZE"])
     device = pick_device(device_name)
     if device.type == "cuda" and device.index is None:
         device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
@@ -351,3 +386,11 @@ def all_sum(tensors, world):
         dist.all_reduce(flat)
         for t, part in zip(same, flat.split([t.numel() for t in same])):
             t.copy_(part.view_as(t))
+
+
+def agree(flag, world, device):
+    """True on every rank when any rank says True."""
+    import torch
+    said = torch.tensor([float(flag)], device=device if world > 1 else "cpu")
+    all_sum([said], world)
+    return said.item() > 0

@@ -44,6 +44,8 @@ BOS = "<|bos|>"
 SPECIALS = (BOS, "<|reserved_1|>", "<|reserved_2|>", "<|reserved_3|>")
 STORE_FORMAT = "nanoarms-store-1"
 SPLITS = ("train", "val", "heldout")
+STORE_FILES = {*(f"{s}.bin" for s in SPLITS), "token_bytes.npy", "tokenizer.json"}
+HASHED_AT_START = 64 << 20   # bytes
 TRAIN, VAL, HELDOUT, DROP = range(4)
 
 MIN_HASHED = 20                  # fewer documents than this are cut into spans instead
@@ -119,13 +121,17 @@ def read_parquet(path, named, notes):
             if "text" not in table.schema_arrow.names:
                 raise UserError(f'{path} has no column "text" (it has {", ".join(table.schema_arrow.names)})')
             kind = table.schema_arrow.field("text").type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)):
                 raise UserError(f'{path}: column "text" holds {kind}; it must hold strings')
             for batch in table.iter_batches(batch_size=4096, columns=["text"]):
                 # Through bytes: a file may hold invalid UTF-8, on which a direct conversion would stop.
-                for raw in batch.column(0).cast(pa.large_binary()).to_pylist():
+                column = batch.column(0)
+                column = column.cast(plain) if plain != kind else column
+                column = column.cast(pa.binary_view()).cast(pa.large_binary()) if pa.types.is_string_view(plain) else column.cast(pa.large_binary())
+                for raw in column.to_pylist():
                     yield None if raw is None else decode(raw, notes)
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, KeyError):  # KeyError: two columns named text
         raise UserError(f"{path} is not a readable parquet file (truncated?); replace it or leave it out") from None
 
 
@@ -374,6 +380,11 @@ def write_tokens(folder, parts, tokenizer, token_bytes, total_chars, limit=None)
     return dict(zip(SPLITS, stats))
 
 
+def digest_of(files):
+    """16 hex digits that stand for corpus and tokenizer, from the "files" of meta.json."""
+    return hashlib.sha256("".join(files[name]["sha256"] for name in sorted(files)).encode()).hexdigest()[:16]
+
+
 class Store:
     """A prepared folder: .train .val .heldout (memory-mapped 1-D uint16, or uint32), .token_bytes (int64 [vocab_size]),
     .tokenizer, .meta, .vocab_size, .bos, .digest (str that stands for corpus and tokenizer). UserError when it is not whole."""
@@ -383,14 +394,17 @@ class Store:
         self.meta = self._read_meta()
         for name, known in self.meta["files"].items():
             path = self.folder / name
-            # The token files are too large to hash at every start; their size shows a broken copy.
+            # Large token files would take long to hash at every start; their size shows a broken copy.
             whole = path.is_file() and path.stat().st_size == known["bytes"]
-            if not whole or (path.suffix != ".bin" and sha256_of(path) != known["sha256"]):
+            if not whole or (known["bytes"] <= HASHED_AT_START and sha256_of(path) != known["sha256"]):
                 state = "is missing" if not path.is_file() else "was cut or changed"
                 raise UserError(f"{path} {state}; delete {self.folder} and prepare it again with data.py")
         self.vocab_size, self.digest = self.meta["settings"]["vocab_size"], self.meta["digest"]
         self.bos = self.vocab_size - len(SPECIALS)
         self.token_bytes = np.load(self.folder / "token_bytes.npy", allow_pickle=False)
+        if len(self.token_bytes) != self.vocab_size:
+            raise UserError(f"{self.folder / 'meta.json'} was changed: it says {self.vocab_size} ids, the store has {len(self.token_bytes)};"
+                            " prepare it again with data.py")
         dtype = "<u2" if self.vocab_size <= 65536 else "<u4"
         self.train, self.val, self.heldout = (np.memmap(self.folder / f"{s}.bin", dtype=dtype, mode="r") for s in SPLITS)
 
@@ -399,9 +413,9 @@ class Store:
             raise UserError(f"{self.folder}: no such store; prepare one with python data.py --out {self.folder}")
         try:
             meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
-            if meta["format"] == STORE_FORMAT:
+            if meta["format"] == STORE_FORMAT and set(meta["files"]) == STORE_FILES and meta["digest"] == digest_of(meta["files"]):
                 return meta
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
             pass
         raise UserError(f"{self.folder} is not a store of this project (meta.json is missing, broken or foreign); name another folder")
 
@@ -451,7 +465,7 @@ def make_store(folder, settings, files, pinned, limit):
     files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in sorted(folder.iterdir())}
     write_json(folder / "meta.json", {
         "format": STORE_FORMAT, "settings": settings, "splits": splits, "files": files,
-        "digest": hashlib.sha256("".join(f["sha256"] for f in files.values()).encode()).hexdigest()[:16],
+        "digest": digest_of(files),
         "dropped": {k: notes[k] for k in ("duplicates", "blank", "binary_files")},
         "distinct_documents": notes["distinct"], "invalid_utf8_documents": notes["invalid_utf8"],
         "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__, "numpy": np.__version__}})
@@ -497,6 +511,8 @@ def prepare(corpus="stdlib", vocab_size=8192, shards=None, out=None, tokenizer_c
     UserError for what cannot be read, is too small, or when another store lies at `out`.
     """
     paths = [str(corpus)] if isinstance(corpus, (str, Path)) else [str(p) for p in corpus]
+    if "" in paths or out is not None and not str(out):
+        raise UserError("an empty path would mean the current folder; write . for it")
     name = paths[0] if len(paths) == 1 and paths[0] in ("stdlib", "climbmix") else None
     if vocab_size < 256 + len(SPECIALS):
         raise UserError(f"--vocab_size {vocab_size} is too small; the least is {256 + len(SPECIALS)} (256 bytes and {len(SPECIALS)} special ids)")
@@ -510,6 +526,9 @@ def prepare(corpus="stdlib", vocab_size=8192, shards=None, out=None, tokenizer_c
         files, settings["fingerprint"] = path_files(paths)
         name = Path(paths[0]).resolve().stem + (f"+{len(paths) - 1}" if len(paths) > 1 else "")
     out = Path(out) if out is not None else Path("stores") / f"{name}-{vocab_size}"
+    inside = [p for p in paths if isinstance(settings["corpus"], list) and Path(p).is_dir() and out.resolve().is_relative_to(Path(p).resolve())]
+    if inside:
+        raise UserError(f"{out} lies inside the corpus {inside[0]} and would become part of it; name another --out")
     if settings["corpus"] == "climbmix":
         return prepare_climbmix(vocab_size, shards, out, tokenizer_chars)
     if already_there(out, settings):
@@ -721,9 +740,9 @@ def evaluate_splits(model, store, batch_size, max_tokens=0, device="cpu", rank=0
 
 @dataclass(frozen=True)
 class DataConfig:
-    vocab_size: int = flag(8192, "token ids, four special ones included", low=256 + len(SPECIALS))
+    vocab_size: int = flag(8192, "token ids, four special ones included", low=256 + len(SPECIALS), high=2**20)
     shards: Optional[int] = flag(None, f"climbmix only: training shards, of about 60 million tokens each (default: {DEFAULT_SHARDS})", low=1, high=PINNED_SHARD)
-    tokenizer_chars: int = flag(TOKENIZER_CHARS, "train the tokenizer on at most this many characters of train", low=1)
+    tokenizer_chars: int = flag(TOKENIZER_CHARS, "train the tokenizer on about this many characters of train at most", low=1)
     out: Optional[str] = flag(None, "folder of the store (default: stores/<name>-<vocab_size>)")
 
 

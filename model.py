@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import UserError, cli, derive_seed
+from common import UserError, cli, derive_seed, make_parser
 
 VE_GATE_CHANNELS = 32            # the value-embedding gate reads this many channels of its input
 SHARED_EPS = (1e-6, 2.0**-23)    # the two epsilons the OE paper tries in the shared denominator
@@ -440,6 +440,7 @@ PRESETS = {  # what `python model.py` counts
 
 
 def main(argv=None):
+    make_parser(__doc__).parse_args(argv)
     print(f"{'preset':40} {'width':>5} {'heads':>5} {'backbone':>12} {'oe':>12} {'total':>12}")
     for name, kw in PRESETS.items():
         cfg = GPTConfig.backbone(**kw)

@@ -11,6 +11,7 @@ A new arm: pass flags, or copy this file and edit it. Each run writes OUT/<run>.
 """
 import dataclasses
 import json
+import math
 import os
 import time
 from contextlib import nullcontext
@@ -35,25 +36,25 @@ class Config:
     """All flags of train_oe.py; the defaults are the OE paper's native dense recipe."""
     arm: str = flag("", "a named arm; its flags apply first (default: the arm that the other flags describe)")
     preset: str = flag("", "laptop: a size and rates for two CPU cores", choices=("", "laptop"))
-    depth: int = flag(6, "layers; the width is 64 x depth rounded up to whole heads", low=1)
-    head_dim: int = flag(128, "channels of an attention head", low=2)
-    oe_m: int = flag(0, "base modulus of the four hashed n-gram tables; 0 is dense (the paper uses 150855)", low=0)
+    depth: int = flag(6, "layers; the width is 64 x depth rounded up to whole heads", low=1, high=1000)
+    head_dim: int = flag(128, "channels of an attention head", low=2, high=4096)
+    oe_m: int = flag(0, "base modulus of the four hashed n-gram tables; 0 is dense (the paper uses 150855)", low=0, high=2**31)
     qk_scale: str = flag("none", "learned gain on q after QK-norm", choices=("none", "full", "masked"))
     wte_route: str = flag("fused", "unigram anchor in the residual stream", choices=("fused", "separate", "shared"))
     out_skip: bool = flag(False, "add the anchors once more before the final norm")
     shared_eps: float = flag(1e-6, "epsilon of the shared denominator (the paper: 1e-6 and 1.1920929e-07)")
     data: str = flag(DEFAULT_DATA, "folder prepared by data.py; the default one is prepared when missing")
-    seq_len: int = flag(2048, "tokens in a row", low=1)
-    batch_size: int = flag(64, "rows in a micro-batch", low=1)
-    accum: int = flag(4, "micro-batches in a step", low=1)
-    steps: int = flag(953, "optimizer steps", low=1)
-    head_lr: float = flag(0.004, "AdamW rate of lm_head, times (width / 768)^-1/2", low=0)
-    embed_lr: float = flag(0.6, "AdamW rate of wte and value embeddings, times (width / 768)^-1/2", low=0)
-    oe_lr: float = flag(0.6, "rate of the hashed tables, times (width / 768)^-1/2", low=0)
-    muon_lr: float = flag(0.04, "Muon rate of the matrices", low=0)
-    weight_decay: float = flag(0.2, "Muon's cautious weight decay at the start; goes to 0 with progress", low=0)
-    lr_scale: float = flag(1.0, "multiplies every learning rate; momentum follows the unscaled schedule", low=0)
-    muon_wd_scale: float = flag(1.0, "multiplies Muon's weight decay", low=0)
+    seq_len: int = flag(2048, "tokens in a row", low=1, high=2**20)
+    batch_size: int = flag(64, "rows in a micro-batch", low=1, high=2**20)
+    accum: int = flag(4, "micro-batches in a step", low=1, high=10**6)
+    steps: int = flag(953, "optimizer steps", low=1, high=10**9)
+    head_lr: float = flag(0.004, "AdamW rate of lm_head, times (width / 768)^-1/2", low=0, high=1e20)
+    embed_lr: float = flag(0.6, "AdamW rate of wte and value embeddings, times (width / 768)^-1/2", low=0, high=1e20)
+    oe_lr: float = flag(0.6, "rate of the hashed tables, times (width / 768)^-1/2", low=0, high=1e20)
+    muon_lr: float = flag(0.04, "Muon rate of the matrices", low=0, high=1e20)
+    weight_decay: float = flag(0.2, "Muon's cautious weight decay at the start; goes to 0 with progress", low=0, high=1e10)
+    lr_scale: float = flag(1.0, "multiplies every learning rate; momentum follows the unscaled schedule", low=0, high=1e10)
+    muon_wd_scale: float = flag(1.0, "multiplies Muon's weight decay", low=0, high=1e10)
     equilibrate_tau: int = flag(0, "equilibrate Muon's matrices, at full strength after this many steps; 0 is off (the package: 25)", low=0)
     neumann_tau: int = flag(0, "whiten gradients of wte, value embeddings and head likewise; 0 is off (the package: 80)", low=0)
     table_neumann_tau: int = flag(0, "whiten the hashed tables' mean gradients likewise; 0 is off", low=0)
@@ -63,15 +64,15 @@ class Config:
     float32_polar: bool = flag(False, "orthogonalise in float32 where the run is bfloat16")
     step0: str = flag("full", "what of the residual scalars' first step survives (OE 4.5)", choices=tuple(STEP0))
     schedule: str = flag("trapezoid", "learning-rate schedule", choices=("trapezoid", "cosine", "wsd", "linear"))
-    seed: int = flag(42, "seed of the weights", low=0)
-    data_seed: int = flag(0, "seed of the data order", low=0)
-    eval_tokens: int = flag(0, "evaluate on this many tokens of each split; 0 is all of them", low=0)
+    seed: int = flag(42, "seed of the weights", low=0, high=2**63 - 1)
+    data_seed: int = flag(0, "seed of the data order", low=0, high=2**63 - 1)
+    eval_tokens: int = flag(0, "evaluate on this many tokens of each split; 0 is all of them", low=0, high=2**53)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = flag("auto", "compute dtype; auto is bfloat16 on CUDA, float32 elsewhere", choices=("auto", "float32", "bfloat16", "float64"))
     compile: bool = flag(False, "torch.compile the layers")
-    threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0)
+    threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
     out: str = flag("results", "folder of results and checkpoints")
-    save_every: int = flag(100, "steps between checkpoints; 0 writes the last one only", low=0)
+    save_every: int = flag(100, "steps between checkpoints; 0 writes the last one only", low=0, high=10**9)
     resume: bool = flag(False, "continue the run's checkpoint, bit for bit; starts anew where there is none")
     force: bool = flag(False, "overwrite an existing result or checkpoint")
 
@@ -114,14 +115,22 @@ NOT_IN_NAME = {"arm", "preset", "seed", "device", "compile", "threads", "out", "
 
 
 def science(config):
-    """The flags that can change a result, as a dict."""
-    return {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IN_NAME}
+    """The flags that can change a result, as a dict: a flag of a part that is off is left out, a path is spelled one way."""
+    off = {"oe_lr", "table_neumann_tau"} if not config.oe_m else set()
+    off |= {"shared_eps"} if config.wte_route != "shared" else set()
+    flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IN_NAME | off}
+    return {**flags, "data": os.path.normpath(config.data), "dtype": resolved_dtype(config)}
+
+
+def resolved_dtype(config):
+    """The name of the dtype that --dtype stands for on --device."""
+    return str(common.pick_dtype(config.dtype, common.pick_device(config.device))).split(".")[1]
 
 
 def run_name(config):
     """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
-    plain = science(dataclasses.replace(Config(), **ARMS.get(config.arm, {}), depth=config.depth))
-    changed = {k: v for k, v in science(config).items() if v != plain[k]}  # only these: a flag added later leaves old names alone
+    plain = science(dataclasses.replace(Config(), **ARMS.get(config.arm, {}), depth=config.depth, device=config.device))
+    changed = {k: v for k, v in science(config).items() if v != plain.get(k)}  # only these: a flag added later leaves old names alone
     name = f"{config.arm}_d{config.depth}_seed{config.seed}"
     return f"{name}-{common.config_hash(changed)}" if changed else name
 
@@ -135,6 +144,8 @@ def parse(argv=None):
     given = vars(parser.parse_args(argv))
     as_json = given.pop("json", False)
     if given.pop("list_arms", False):
+        if given:
+            raise UserError(f"--list_arms takes no other flag than --json, not --{next(iter(given))}")
         return list_arms(as_json)
     if as_json:
         raise UserError("--json goes with --list_arms; results are always written as JSON")
@@ -144,12 +155,16 @@ def parse(argv=None):
     if preset not in PRESETS and preset:
         raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     config = Config(**{**PRESETS.get(preset, {}), **ARMS.get(arm, {}), **given})
+    common.check_bounds(config)
+    if not config.out or not config.data:
+        raise UserError("an empty --out or --data would mean the current folder; write . for it")
+    if config.eval_tokens == 1:
+        raise UserError("--eval_tokens 1 holds no byte to score (the first token begins a document); give more, or 0 for all")
     if not arm:
         tunable = set().union(*ARMS.values())
-        mine = {k: getattr(config, k) for k in tunable}
-        same = [name for name, flags in ARMS.items() if mine == {k: flags.get(k, getattr(Config, k)) for k in tunable}]
+        pick = lambda c: {k: v for k, v in science(c).items() if k in tunable}
+        same = [name for name, flags in ARMS.items() if pick(config) == pick(dataclasses.replace(Config(), **flags))]
         config = dataclasses.replace(config, arm=same[0] if same else "custom")
-    common.check_bounds(config)
     if config.step0 != "full" and config.step0 != "nostep0_all" and config.wte_route == "fused" and not config.out_skip:
         raise UserError(f"--step0 {config.step0} acts on the scalars of --wte_route and --out_skip; this run has neither")
     return config
@@ -230,29 +245,35 @@ def save(path, config, store, model, optimizer, batches, done):
 
 def restore(path, config, store, model, optimizer, batches):
     """Load a checkpoint of the same run into model, optimizer and batches; returns what save() was given as `done`."""
-    saved = common.load_checkpoint(path)
-    if saved.get("script") != "train_oe.py":
-        raise UserError(f"{path} was written by {saved.get('script')}, not by train_oe.py")
+    saved = common.load_checkpoint(path, ("script", "config", "data_digest", "model", "optimizer", "batches", "step", "curve", "train_s"))
+    if saved["script"] != "train_oe.py":
+        raise UserError(f"{path} was written by {saved['script']}, not by train_oe.py")
     if saved["data_digest"] != store.digest:
         raise UserError(f"{path} was trained on another corpus or tokenizer than {config.data}; name the right --data")
-    old, new = {**science(config), **saved["config"]}, science(config)
-    changed = [k for k in new if old[k] != new[k]]
+    with common.reading(path):
+        old, new = {**science(config), **saved["config"]}, science(config)
+        changed = [k for k in new if old[k] != new[k] and k != "data"]  # the digest speaks for the data
     if changed:
         raise UserError(f"{path} was trained with " + ", ".join(f"--{k} {old[k]} (now {new[k]})" for k in changed) + "; pass the same flags")
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    batches.load_state_dict(saved["batches"])
+    with common.reading(path):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        batches.load_state_dict(saved["batches"])
     return {k: saved[k] for k in ("step", "curve", "train_s")}
 
 
 def claim(config, result, checkpoint):
-    """Refuse to lose an earlier run's files; --force removes them."""
-    if config.force and not config.resume:
-        result.unlink(missing_ok=True)
-        checkpoint.unlink(missing_ok=True)
-    elif result.exists() and not config.force:
+    """Refuse to lose an earlier run's files. Returns the record of a finished run when asked to resume it, else None."""
+    if config.force:
+        return None
+    if result.exists() and config.resume:
+        with common.reading(result):
+            record = json.loads(result.read_text(encoding="utf-8"))
+        print(f"{result} is already finished")
+        return record
+    if result.exists():
         raise UserError(f"{result} exists; --force overwrites it, another --seed or --out keeps it")
-    elif checkpoint.exists() and not config.resume:
+    if checkpoint.exists() and not config.resume:
         raise UserError(f"{checkpoint} holds an unfinished run; --resume continues it, --force starts anew")
 
 
@@ -269,23 +290,29 @@ def train(config):
     with common.ranks(config.device) as (rank, world, device), common.locked(result) if rank == 0 else nullcontext():
         if config.batch_size % world:
             raise UserError(f"--batch_size {config.batch_size} does not split over {world} ranks; choose a multiple")
+        finished = claim(config, result, checkpoint) if rank == 0 else None
         if rank == 0:
-            claim(config, result, checkpoint)
             open_store(config)
         common.wait_for_all(world)
-        record = _train(config, run, checkpoint, rank, world, device)
+        if common.agree(finished is not None, world, device):
+            return finished or {"status": "finished elsewhere"}
+        record = _train(config, run, result, checkpoint, rank, world, device)
         if rank == 0 and record["status"] != "stopped":
             common.write_json(result, record)
         return record
 
 
-def _train(config, run, checkpoint, rank, world, device):
-    dtype = common.pick_dtype(config.dtype, device)
+def _train(config, run, result, checkpoint, rank, world, device):
+    config = dataclasses.replace(config, dtype=resolved_dtype(config))  # what the checkpoint and the record will say
+    dtype = getattr(torch, config.dtype)
     store = open_store(config)
     model, optimizer = build(config, store.vocab_size, device, dtype, rank, world)
     batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
     done = {"step": 0, "curve": [], "train_s": 0.0}
     say = print if rank == 0 else lambda *a, **k: None
+    if config.force and not config.resume and rank == 0:  # only now: everything that a user can get wrong has been read
+        result.unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
     if config.resume and checkpoint.exists():
         done = restore(checkpoint, config, store, model, optimizer, batches)
         say(f"resuming {run} at step {done['step']}")
@@ -330,9 +357,11 @@ def _train(config, run, checkpoint, rank, world, device):
     if status == "finished":
         with autocast:
             metrics = evaluate_splits(model, store, config.batch_size, config.eval_tokens, device, rank, world)
+        if not math.isfinite(metrics["val_loss"] + metrics["heldout_loss"]):  # destroyed by its last update
+            status, metrics = "diverged", {}
     return common.result_record(
         script="train_oe.py", run=run, arm=config.arm, status=status,
-        config={**dataclasses.asdict(config), "data_digest": store.digest, "dtype": str(dtype).split(".")[1], "ranks": world},
+        config={**dataclasses.asdict(config), "data_digest": store.digest, "ranks": world},
         depth=config.depth, width=model.cfg.n_embd, seed=config.seed, params=params, steps=done["step"], tokens=done["step"] * tokens,
         metrics=metrics, curve=done["curve"],
         timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"], "peak_mem_mib": common.peak_mem_mib(device)},

@@ -1,6 +1,8 @@
 """train_oe.py and eval_heldout.py on a tiny corpus: exact resume, kills, divergence, records, and every mistake a user can make."""
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import audit
 import common
 import eval_heldout
 import train_oe
@@ -30,7 +33,7 @@ def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(30):
         (folder / f"{i:02}.txt").write_text(text(i, 60 + 20 * i))
-    return str(prepare([str(folder)], vocab_size=300, out=str(folder / "store")))
+    return str(prepare([str(folder)], vocab_size=300, out=str(folder.with_name("store"))))
 
 
 def flags(store, out, **kw):
@@ -171,10 +174,34 @@ def test_training_learns_and_the_tables_move(store, tmp_path):
 
 
 def test_divergence_is_recorded(store, tmp_path):
-    record = run(store, tmp_path, embed_lr=1e30, muon_lr=1e30)
+    record = run(store, tmp_path, embed_lr=1e20, muon_lr=1e20)
     assert record["status"] == "diverged" and record["metrics"] == {} and record["steps"] < 8
     saved = json.loads((tmp_path / f"{record['run']}.json").read_text())
     assert saved["status"] == "diverged" and not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_run_destroyed_by_its_last_step_is_diverged(store, tmp_path):
+    record = run(store, tmp_path, steps=1, muon_lr=1e20, embed_lr=1e20)
+    assert record["status"] == "diverged" and record["metrics"] == {} and math.isfinite(record["curve"][0][1])
+
+
+def test_force_keeps_the_old_result_until_everything_is_read(store, tmp_path):
+    record = run(store, tmp_path)
+    path = tmp_path / f"{record['run']}.json"
+    broken = tmp_path / "store"
+    shutil.copytree(store, broken)
+    with open(broken / "train.bin", "ab") as f:
+        f.write(b"x")
+    path.rename(tmp_path / (name := train_oe.run_name(train_oe.parse(flags(str(broken), tmp_path))) + ".json"))
+    refused(flags(str(broken), tmp_path, force=True), match="cut or changed")
+    assert (tmp_path / name).exists()
+
+
+def test_one_configuration_has_one_name(store, tmp_path):
+    name = lambda **kw: train_oe.run_name(train_oe.parse(flags(store, tmp_path, **kw)))
+    assert name() == name(dtype="float32") == name(oe_lr=0.3) == name(shared_eps=1e-5) == name(threads=1)
+    assert name() == train_oe.run_name(train_oe.parse(flags(store + "/./", tmp_path))) and name() != name(dtype="float64")
+    assert name(oe_m=501) != name(oe_m=501, oe_lr=0.3) and name().startswith("00_dense_native")
 
 
 # ---- eval_heldout.py ----
@@ -193,11 +220,50 @@ def test_eval_heldout_scores_as_training_did_and_writes_back(store, tmp_path, ca
     assert abs(score - record["metrics"]["heldout_bpb"]) < 2e-6
 
 
+def test_partial_and_foreign_scores_are_not_written_back(store, tmp_path, capsys):
+    record = run(store, tmp_path, eval_tokens=200)
+    path = tmp_path / f"{record['run']}.json"
+    ckpt = str(path.with_suffix(".ckpt"))
+    eval_heldout.main([ckpt, "--eval_tokens", "60"])
+    assert json.loads(path.read_text()) == json.loads(json.dumps(record)) and "not written" in capsys.readouterr().out
+    eval_heldout.main([ckpt, "--eval_tokens", "200"])
+    assert json.loads(path.read_text())["metrics"] == record["metrics"]
+    eval_heldout.main([ckpt])                                        # the whole splits say more: the record says that it holds them now
+    after = json.loads(path.read_text())
+    assert after["config"]["eval_tokens"] == 0 and after["metrics"]["val_tokens"] == Store(store).meta["splits"]["val"]["tokens"]
+    path.write_text(json.dumps({**after, "steps": 7}))
+    eval_heldout.main([ckpt])
+    assert json.loads(path.read_text())["steps"] == 7 and "not written" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_broken_checkpoint_does_not_stop_the_others(store, tmp_path, capsys):
+    record = run(store, tmp_path)
+    good = tmp_path / f"{record['run']}.ckpt"
+    bad = tmp_path / "a.ckpt"
+    saved = common.load_checkpoint(good)
+    for damage in ({"step": None}, {"model_config": {"n_layer": 1}}, {"model": {}}, {"config": None}, {"model_config": {**saved["model_config"], "n_layer": 3}}):
+        kept = {k: v for k, v in {**saved, **damage}.items() if v is not None}
+        common.save_checkpoint(bad, kept)
+        assert eval_heldout.main([str(bad), str(good)]) == 2
+        said = capsys.readouterr()
+        assert "damaged" in said.err and len(said.err.strip().splitlines()) == 1 and str(good) in said.out
+        with pytest.raises(UserError, match="damaged|no model"):
+            audit.geometry(bad)
+        good.rename(tmp_path / "keep"), bad.rename(good)
+        (tmp_path / f"{record['run']}.json").rename(tmp_path / "json")
+        if not {"model", "step"}.isdisjoint(damage):
+            refused(flags(store, tmp_path, resume=True), match="damaged")
+        (tmp_path / "keep").rename(good), (tmp_path / "json").rename(tmp_path / f"{record['run']}.json")
+
+
 def test_sampling_continues_the_text(store, tmp_path, capsys):
     record = run(store, tmp_path, steps=20)
     ckpt = str(tmp_path / f"{record['run']}.ckpt")
     capsys.readouterr()
     outs = []
+    eval_heldout.main([ckpt, "--sample", "", "--temperature", "1e-40"])
+    assert capsys.readouterr().out and not eval_heldout.main([ckpt, "--sample", "x" * 500])
+    capsys.readouterr()
     for extra in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--temperature", "0"]):
         eval_heldout.main([ckpt, "--sample", "the quick <|bos|> ж", "--sample_tokens", "40", *extra])
         outs.append(capsys.readouterr().out)
@@ -218,17 +284,23 @@ def refused(argv, script=train_oe, match=""):
     (dict(oe_m=-5), "oe_m"), (dict(head_dim=33), "heads"), (dict(steps=0), "steps"), (dict(arm="13_nothing"), "list_arms"),
     (dict(preset="desktop"), "preset|choice"), (dict(depth=0), "depth"), (dict(batch_size=0), "batch_size"), (dict(accum=-1), "accum"),
     (dict(seq_len=0), "seq_len"), (dict(depth="two"), "whole number"), (dict(muon_lr="nan"), "finite"), (dict(dtype="float8"), "choice"),
-    (dict(shared_eps=0), "shared_eps"), (dict(seq_len=10**6), "row"), (dict(device="tpu9000"), "device"), (dict(qk_scale="half"), "choice"),
+    (dict(wte_route="shared", shared_eps=0), "shared_eps"), (dict(eval_tokens=1), "eval_tokens"), (dict(muon_lr="1e300"), "too large"),
+    (dict(threads=10**11), "too large"), (dict(oe_m=10**11), "too large"), (dict(device="meta"), "device"), (dict(seq_len=10**6), "row"), (dict(device="tpu9000"), "device"), (dict(qk_scale="half"), "choice"),
 ])
 def test_bad_flags(store, tmp_path, kw, match):
     refused(flags(store, tmp_path / "out", **kw), match=match)
     assert not list(tmp_path.rglob("*.json")) and not list(tmp_path.rglob("*.ckpt"))
 
 
+def test_empty_paths(store, tmp_path):
+    refused(["--out", "", "--data", store], match="empty")
+    refused(["--data", ""], match="empty")
+
+
 def test_unknown_repeated_and_abbreviated_flags(store, tmp_path):
     base = flags(store, tmp_path)
     for extra, match in ((["--dept", "3"], "unrecognized"), (["--steps", "3"], "twice"), (["--compile", "--no-compile"], "twice"),
-                         (["stray"], "unrecognized"), (["--seed"], "expected")):
+                         (["stray"], "unrecognized"), (["--seed"], "expected"), (["--list_arms"], "no other")):
         refused(base + extra, match=match)
 
 
@@ -249,7 +321,7 @@ def test_an_existing_result_is_never_lost(store, tmp_path):
     path = tmp_path / f"{record['run']}.json"
     before = path.read_bytes(), path.with_suffix(".ckpt").read_bytes()
     refused(flags(store, tmp_path), match="--force")
-    refused(flags(store, tmp_path, resume=True), match="--force")
+    assert run(store, tmp_path, resume=True) == json.loads(path.read_text())     # a requeued job that was done is done
     assert before == (path.read_bytes(), path.with_suffix(".ckpt").read_bytes())
     path.unlink()
     refused(flags(store, tmp_path), match="--resume")                # a checkpoint alone is an unfinished run

@@ -70,8 +70,8 @@ def step_of(device, groups={}, schedule={}, rank=0, world=1, **kw):
 
     def run():
         # Zipf-like ids: what repeats in text repeats in the tables
-        rank = torch.rand(LAPTOP_ROWS, model.cfg.sequence_len + 1, generator=gen)
-        ids = (LAPTOP_VOCAB ** rank - 1).long().clamp_(0, LAPTOP_VOCAB - 1).to(device)
+        uniform = torch.rand(LAPTOP_ROWS, model.cfg.sequence_len + 1, generator=gen)
+        ids = (LAPTOP_VOCAB ** uniform - 1).long().clamp_(0, LAPTOP_VOCAB - 1).to(device)
         set_schedule(optimizer, 100 + next(step), 953, **schedule)   # past the ramps: every part at full strength
         ids = ids[rank::world]
         model(ids[:, :-1], ids[:, 1:]).backward()

@@ -33,7 +33,7 @@ def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(30):
         (folder / f"{i:02}.txt").write_text(text(i, 60 + 20 * i))
-    return str(prepare([str(folder)], vocab_size=300, out=str(folder.with_name("store"))))
+    return str(prepare([str(folder)], vocab_size=300, out=f"{folder}-store"))
 
 
 def flags(store, out, **kw):

@@ -625,3 +625,51 @@ def test_endless_runs_of_one_character_are_cut(tmp_path):
     store = Store(prepare([tmp_path / "a.txt"], 290, out=tmp_path / "s"))
     whole = "".join("".join(documents(np.asarray(getattr(store, s)), store.bos, store.tokenizer)) for s in ("train", "val", "heldout"))
     assert whole == text
+
+
+@pytest.mark.parametrize("kind", [pa.dictionary(pa.int32(), pa.string()), pa.string_view(), pa.large_string()], ids=str)
+def test_every_kind_of_string_column_is_read(kind, tmp_path):
+    texts = [sentence(random.Random(i)) for i in range(30)] + [None, " "]
+    column = pa.array(texts)
+    column = column.dictionary_encode() if pa.types.is_dictionary(kind) else column.cast(kind)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    meta = Store(prepare([tmp_path / "a.parquet"], 270, out=tmp_path / "s")).meta
+    assert meta["distinct_documents"] == 30 and meta["dropped"]["blank"] == 2
+
+
+def test_two_text_columns_are_refused(tmp_path):
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="parquet"):
+        prepare([tmp_path / "a.parquet"], 270, out=tmp_path / "s")
+
+
+@pytest.mark.parametrize("change", [dict(files={}), dict(digest="0" * 16), dict(files=None), dict(digest=None)])
+def test_an_edited_meta_is_not_trusted(small, tmp_path, change):
+    copy_store(small[0], tmp_path / "s")
+    meta = json.loads((tmp_path / "s" / "meta.json").read_text())
+    meta = {k: v for k, v in {**meta, **change}.items() if v is not None}
+    (tmp_path / "s" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="not a store"):
+        Store(tmp_path / "s")
+
+
+def test_another_vocabulary_in_meta_and_other_tokens_of_the_same_size(small, tmp_path):
+    copy_store(small[0], tmp_path / "s")
+    path = tmp_path / "s" / "meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({**meta, "settings": {**meta["settings"], "vocab_size": meta["settings"]["vocab_size"] + 1}}))
+    with pytest.raises(UserError, match="was changed"):
+        Store(tmp_path / "s")
+    path.write_text(json.dumps(meta))
+    tokens = (tmp_path / "s" / "train.bin").read_bytes()
+    (tmp_path / "s" / "train.bin").write_bytes(b"\xff" * len(tokens))
+    with pytest.raises(UserError, match="cut or changed"):
+        Store(tmp_path / "s")
+
+
+def test_out_inside_the_corpus_and_empty_paths(tmp_path):
+    write_docs(tmp_path / "c", 25)
+    for corpus, out in (([tmp_path / "c"], tmp_path / "c" / "store"), ([""], tmp_path / "s"), ([tmp_path / "c"], "")):
+        with pytest.raises(UserError, match="inside|empty"):
+            prepare(corpus, 270, out=out)
+    assert not (tmp_path / "c" / "store").exists()

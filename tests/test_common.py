@@ -1,0 +1,92 @@
+"""common.py: one line and exit code 2 for every kind of mistake, files that appear whole or not at all."""
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import common
+from common import UserError
+
+SAYS = "import sys; sys.path.insert(0, {root!r}); import common\ndef main(argv): {body}\ncommon.cli(main)"
+
+
+def cli(body, **kw):
+    code = SAYS.format(root=str(common.ROOT), body=body)
+    return subprocess.run([sys.executable, "-S", "-c", code], text=True, stderr=subprocess.PIPE, stdout=kw.pop("stdout", subprocess.PIPE), **kw)
+
+
+@pytest.mark.parametrize("body, said", [
+    ("raise common.UserError('a\\nb')", "error: a b"), ("open('/no/such/file')", "error: /no/such/file: No such file"),
+    ("raise OSError(28, 'No space left on device')", "error: No space left on device"), ("raise MemoryError", "error: out of memory"),
+    ("raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes')", "error: out of memory"),
+])
+def test_mistakes_are_one_line_and_exit_code_2(body, said):
+    done = cli(body)
+    assert done.returncode == 2 and done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1
+
+
+def test_defects_keep_their_traceback_and_codes_pass_through():
+    assert "Traceback" in cli("raise RuntimeError('a bug')").stderr and cli("return 7").returncode == 7 and cli("pass").returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout():
+    with open("/dev/full", "w") as full:
+        done = cli("print('x' * 100000)", stdout=full)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
+def test_a_terminal_without_the_letters():
+    done = cli("print('привет')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout == "??????\n"
+
+
+def test_atomic_files_appear_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "x.json"
+    common.write_json(path, {"a": [1.5, math.nan, math.inf]})
+    assert json.loads(path.read_text()) == {"a": [1.5, None, None]}
+    with pytest.raises(ZeroDivisionError), common.atomic_path(path) as tmp:
+        tmp.write_text("half")
+        1 / 0
+    assert json.loads(path.read_text()) == {"a": [1.5, None, None]} and os.listdir(path.parent) == ["x.json"]
+    with pytest.raises(UserError, match="is a file"):
+        common.write_json(path / "below.json", 1)
+
+
+def test_a_full_disk_behind_a_checkpoint(tmp_path, monkeypatch):
+    def full(*args):
+        raise RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match="disk full"):
+        common.save_checkpoint(tmp_path / "a.ckpt", {})
+    assert os.listdir(tmp_path) == []
+
+
+def test_locks_exclude_and_leave_no_file(tmp_path):
+    with common.locked(tmp_path / "run.json"):
+        with pytest.raises(UserError, match="another process"), common.locked(tmp_path / "run.json"):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("env", [dict(WORLD_SIZE="abc"), dict(WORLD_SIZE="2"), dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="x")])
+def test_half_a_torchrun_environment(env, monkeypatch):
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match="torchrun"), common.ranks("cpu"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["tpu", "meta", "xpu", "cuda:x", "", "CPU"])
+def test_unknown_devices(name):
+    with pytest.raises(UserError, match="no device"):
+        common.pick_device(name)
+
+
+def test_seeds_are_stable_over_machines():
+    assert common.derive_seed(42, "wte.weight") == 2816367569617930299
+    assert common.config_hash({"b": 1, "a": 2}) == common.config_hash({"a": 2, "b": 1}) != common.config_hash({"a": 2})

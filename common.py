@@ -34,7 +34,8 @@ class UserError(Exception):
 def cli(main, argv=None):
     """Run main(argv) as a command line program: a UserError or a failed file operation becomes one line and exit code 2."""
     try:
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
         code = main(argv)
         sys.stdout.flush()
         sys.exit(code or 0)

@@ -249,12 +249,12 @@ def load_checkpoint(path, keys=(), map_location="cpu"):
 
 
 @contextmanager
-def reading(path):
-    """For code that takes a checkpoint apart: what its contents make fail becomes a UserError."""
+def reading(path, what="checkpoint"):
+    """For code that takes a file apart: what its contents make fail becomes a UserError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as err:
-        raise UserError(f"{path} is a damaged checkpoint ({type(err).__name__}); delete it or name another") from None
+        raise UserError(f"{path} is a damaged {what} ({type(err).__name__}); delete it or name another") from None
 
 
 # ---- records ----

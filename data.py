@@ -90,6 +90,7 @@ def mend(text):
 
 
 def read_text(path, named, notes):
+    """The whole file as one document; a binary file is refused when the user named it, else counted."""
     raw = path.read_bytes()
     if b"\0" not in raw[:8192]:
         yield decode(raw, notes)
@@ -100,6 +101,7 @@ def read_text(path, named, notes):
 
 
 def read_jsonl(path, named, notes):
+    """The "text" of every line."""
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             try:
@@ -114,6 +116,7 @@ def read_jsonl(path, named, notes):
 
 
 def read_parquet(path, named, notes):
+    """The rows of the column "text"."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     try:
@@ -160,6 +163,7 @@ def walk(folder, skip=frozenset()):
 
 
 def stdlib_files():
+    """[(path, False), ...]: the .py files of the running Python, sorted, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [(p, False) for p in walk(root, SKIPPED_FOLDERS) if p.suffix == ".py"]
     if not files:
@@ -180,6 +184,7 @@ def path_files(paths):
 
 
 def sha256_of(path):
+    """Hex digest of a file."""
     sha = hashlib.sha256()
     with open(path, "rb") as f:
         for block in iter(lambda: f.read(1 << 20), b""):
@@ -561,11 +566,13 @@ def to_batch(rows):
 
 
 def check_length(tokens, seq_len):
+    """UserError when a split cannot fill one row."""
     if len(tokens) < seq_len + 1:
         raise UserError(f"the train split has {len(tokens)} tokens, one row needs {seq_len + 1}; use more text or a smaller --seq_len")
 
 
 def check_state(state, expected):
+    """UserError when a saved state belongs to another stream of batches."""
     for key, value in expected.items():
         if state.get(key) != value:
             raise UserError(f"the saved batch state has {key} {state.get(key)}, this run {value}; resume with the same data and settings")
@@ -740,6 +747,7 @@ def evaluate_splits(model, store, batch_size, max_tokens=0, device="cpu", rank=0
 
 @dataclass(frozen=True)
 class DataConfig:
+    """The options of data.py."""
     vocab_size: int = flag(8192, "token ids, four special ones included", low=256 + len(SPECIALS), high=2**20)
     shards: Optional[int] = flag(None, f"climbmix only: training shards, of about 60 million tokens each (default: {DEFAULT_SHARDS})", low=1, high=PINNED_SHARD)
     tokenizer_chars: int = flag(TOKENIZER_CHARS, "train the tokenizer on about this many characters of train at most", low=1)
@@ -747,6 +755,7 @@ class DataConfig:
 
 
 def summary(folder):
+    """What a store holds, as text."""
     store = Store(folder)
     lines = [f"{folder}  vocabulary {store.vocab_size}, digest {store.digest}",
              f"{'':8}{'documents':>12}{'tokens':>15}{'bytes':>17}{'bytes/token':>13}"]

@@ -41,6 +41,7 @@ MOST_SEEDS = 10**6
 
 @dataclass(frozen=True)
 class Flags:
+    """The options of stats.py."""
     ref: str = flag("", "reference arm of the default contrasts (default: the native or modern arm present)")
     metric: str = flag("", "metric, or several with commas (default: the one that most runs of a group have)")
     depth: Optional[int] = flag(None, "only runs of this depth")

@@ -267,7 +267,7 @@ def claim(config, result, checkpoint):
     if config.force:
         return None
     if result.exists() and config.resume:
-        with common.reading(result):
+        with common.reading(result, "result"):
             record = json.loads(result.read_text(encoding="utf-8"))
         print(f"{result} is already finished")
         return record

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import common
 import model as model_file
 from common import ROOT, UserError, flag
-from data import BestFitBatches, Store, prepare
+from data import DEFAULT_STORE, BestFitBatches, open_store
 from model import GPT, GPTConfig
 from optim import PACKAGE, PACKAGE_SCHEDULE, STEP0, MuonAdamW, first_step, native_groups, set_schedule
 
@@ -38,7 +38,7 @@ TABLE_NEUMANN_ROWS = 506_920
 class Config:
     """The options of audit.py."""
     json: bool = flag(False, "print one JSON object instead of tables")
-    data: str = flag("stores/stdlib-8192", "step0: prepared corpus; the default one is prepared when missing")
+    data: str = flag(DEFAULT_STORE, "step0: prepared corpus; the default one is prepared when missing")
     depth: int = flag(6, "step0: layers", low=1)
     rows: int = flag(4, "step0: rows in a batch", low=1)
     seq_len: int = flag(128, "step0: tokens in a row", low=1)
@@ -225,9 +225,7 @@ SKIP_ARM = dict(qk_scale="full", wte_route="separate", out_skip=True)
 EPSILONS = {"0": 0.0, "2^-23": 2.0**-23, "1e-6": 1e-6}
 
 
-def precision(dtype):
-    """The autocast context of a run in this dtype on the CPU."""
-    return torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
+CPU = torch.device("cpu")
 
 
 def scalar_gradients(model, idx, targets, autocast=nullcontext()):
@@ -261,7 +259,7 @@ def step0_gradients(config, idx, targets, vocab):
             out[f"float64, eps {name}"] = {**scalar_gradients(exact, idx, targets), "closed_form": closed_form(exact, idx, targets, eps)}
     for dtype in (torch.float32, torch.bfloat16):
         own = GPT(cfg).init_weights(config.seed).set_dtype(dtype)
-        out[str(dtype).split(".")[1]] = scalar_gradients(own, idx, targets, precision(dtype))
+        out[str(dtype).split(".")[1]] = scalar_gradients(own, idx, targets, common.autocast(CPU, dtype))
     return out
 
 
@@ -275,7 +273,7 @@ def step0_trajectory(config, mode, store):
     for step in range(config.steps):
         set_schedule(optimizer, step, 953, **PACKAGE_SCHEDULE)
         x, y = batches.next()
-        with precision(dtype):
+        with common.autocast(CPU, dtype):
             loss = model(x, y)
         loss.backward()
         first_step(optimizer, model.roles(), mode) if step == 0 else optimizer.step()
@@ -287,9 +285,7 @@ def step0_trajectory(config, mode, store):
 
 def step0(config):
     """The whole audit: gradients by precision, trajectories by mode, and how closely each tracks the full run."""
-    if config.data == Config.data:
-        prepare("stdlib", out=config.data)
-    store = Store(config.data)
+    store = open_store(config.data)
     x, y = BestFitBatches(store.train, store.bos, config.rows, config.seq_len, 0).next()
     trajectories = {mode: step0_trajectory(config, mode, store) for mode in STEP0}
     away = {mode: max((abs(a["loss"] - b["loss"]) for a, b in zip(rows, trajectories["full"])), default=0.0) for mode, rows in trajectories.items()}
@@ -340,7 +336,11 @@ def main(argv=None):
         raise UserError("audit.py geometry takes checkpoint files, the other audits take none")
     if name == "geometry":
         found = {path: geometry(path) for path in paths}
-        return print(json.dumps(common.finite(found))) if config.json else [print_geometry(p, g) for p, g in found.items()] and None
+        if config.json:
+            return print(json.dumps(common.finite(found)))
+        for path, g in found.items():
+            print_geometry(path, g)
+        return None
     if name == "step0":
         found = step0(config)
         return print(json.dumps(common.finite(found))) if config.json else print_step0(found)

@@ -85,7 +85,7 @@ def table_mib(depth=6, m=150_855):
     """MiB of the hashed tables in bfloat16 after a step, weights + gradients + visit counts, read off the tensors."""
     model = GPT(GPTConfig.backbone(depth, sequence_len=16, oe_m=m)).set_dtype(torch.bfloat16)
     ids = torch.zeros(1, 16, dtype=torch.long)
-    with torch.autocast("cpu", torch.bfloat16):
+    with common.autocast(torch.device("cpu"), torch.bfloat16):
         model(ids, ids).backward()
     return sum(z.numel() * z.element_size() for t in model.oe_tables for z in (t, t.grad, t.visits)) / 2**20
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import typing
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 SCHEMA = 1                       # version of the result record
@@ -47,7 +47,7 @@ def cli(main, argv=None):
     except OSError as err:
         message = f"{err.filename}: {err.strerror}" if err.filename else f"{err.strerror or err}"
     except (MemoryError, RuntimeError) as err:  # torch has no common type for what does not fit
-        if isinstance(err, RuntimeError) and "memory" not in str(err) and "bytes" not in str(err):
+        if isinstance(err, RuntimeError) and "not enough memory" not in str(err) and "out of memory" not in str(err):
             raise
         message = f"out of memory ({' '.join(str(err).split())[:120]}); choose a smaller model, batch or table"
     except KeyboardInterrupt:
@@ -166,6 +166,12 @@ def pick_dtype(name, device):
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, name)
+
+
+def autocast(device, dtype):
+    """The context of a run in this dtype: bfloat16 matrix work under torch.autocast, otherwise nothing."""
+    import torch
+    return torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
 
 
 def derive_seed(*parts):

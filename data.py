@@ -541,6 +541,17 @@ def prepare(corpus="stdlib", vocab_size=8192, shards=None, out=None, tokenizer_c
     return build(out, settings, stdlib_files() if settings["corpus"] == "stdlib" else files)
 
 
+DEFAULT_STORE = "stores/stdlib-8192"
+
+
+def open_store(folder):
+    """Store(folder); the default one is prepared first where it is missing."""
+    if str(folder) == DEFAULT_STORE and not Path(folder).exists():
+        print("preparing the default corpus (Python's standard library), once", file=sys.stderr)
+        prepare("stdlib", out=folder)
+    return Store(folder)
+
+
 # ---- batches ----
 
 def find_pieces(tokens, bos, seq_len):

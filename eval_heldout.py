@@ -8,7 +8,6 @@ The corpus is the one the checkpoint was trained on (its folder is in the checkp
 import json
 import math
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -93,8 +92,7 @@ def write_back(path, metrics, step, whole):
 def treat(path, config, device):
     """Score one checkpoint, or print its continuation."""
     model, store, saved = load(path, config, device)
-    dtype = model.wte.weight.dtype
-    with torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext():
+    with common.autocast(device, model.wte.weight.dtype):
         if config.sample is not None:
             return print(config.sample + continuation(model, store, config.sample, config.sample_tokens, config.temperature, config.seed))
         metrics = evaluate_splits(model, store, config.batch_size or saved["config"]["batch_size"], config.eval_tokens, device)

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from common import UserError, cli, derive_seed, make_parser
 
 VE_GATE_CHANNELS = 32            # the value-embedding gate reads this many channels of its input
-SHARED_EPS = (1e-6, 2.0**-23)    # the two epsilons the OE paper tries in the shared denominator
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ POLAR_COEFFICIENTS = (  # Polar Express, five steps, as published
 WARM_STEPS = 11        # the OE paper's untimed steps: progress starts to count after them ...
 SHORT_RUN = 100        # ... except in runs shorter than this, which count from step 0
 MUON_RAMP = 300        # steps over which Muon's momentum rises from 0.85 to 0.95
-EQUILIBRATE_TAU = 25   # OE 2.1: the homotopies alpha_t = min(t / tau, 1)^2
-NEUMANN_TAU = 80
 TINY = 1e-30
 
 
@@ -294,7 +292,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     self.state[params[i]][key] = value.to(params[i].device, copy=True)
 
 
-def set_schedule(optimizer, step, steps, *, schedule="trapezoid", cooldown=False, cosine_decay=False, lr_scale=1.0, decay_scale=1.0):
+def set_schedule(optimizer, step, steps, *, schedule="trapezoid", momentum_cooldown=False, cosine_decay=False, lr_scale=1.0, decay_scale=1.0):
     """Set every group's lr, momentum, weight decay and homotopies for `step` of `steps` (0-based); returns the lr multiplier.
 
     Groups marked equilibrate_tau / neumann_tau get alpha = min(step / tau, 1)^2. Momentum follows the unscaled schedule.
@@ -305,7 +303,7 @@ def set_schedule(optimizer, step, steps, *, schedule="trapezoid", cooldown=False
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier * lr_scale
         group["weight_decay"] = group["initial_decay"] * decay
-        group["momentum"] = muon_momentum(step, progress, cooldown)
+        group["momentum"] = muon_momentum(step, progress, momentum_cooldown)
         group["equilibrate"] = homotopy(step, group["equilibrate_tau"]) if group.get("equilibrate_tau") else 0.0
         group["neumann"] = homotopy(step, group["neumann_tau"]) if group.get("neumann_tau") else 0.0
     return multiplier
@@ -313,7 +311,7 @@ def set_schedule(optimizer, step, steps, *, schedule="trapezoid", cooldown=False
 
 # The OE paper's 0-parameter optimizer package (tier 1): arguments of native_groups() and set_schedule()
 PACKAGE = dict(equilibrate_tau=25, neumann_tau=80, float32_state=True, float32_polar=True)
-PACKAGE_SCHEDULE = dict(cooldown=True, cosine_decay=True)
+PACKAGE_SCHEDULE = dict(momentum_cooldown=True, cosine_decay=True)
 
 
 def native_groups(roles, width, *, head_lr=0.004, embed_lr=0.6, muon_lr=0.04, resid_lr=0.005, x0_lr=0.5, q_lr=0.005, oe_lr=None,

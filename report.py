@@ -12,7 +12,7 @@ import warnings
 from base64 import b64encode
 
 from common import atomic_path, finite
-from records import number, size
+from records import size
 
 NUMERIC = {"n", "mean", "sd", "params", "below 0", "seeds needed", "detectable", "p", "p Holm"}
 WRAPPED = {"notes": "wrap", "what": "wrap", "per seed": "wrap", "printed": "long", "published": "long"}  # header -> class of its cells
@@ -230,7 +230,6 @@ def curve_panels(cells):
 
 def save_figure(path, panels):
     """Write the panels to a png, svg or pdf file, whole or not at all."""
-    import matplotlib
     import matplotlib.pyplot as plt
     fig = figure(panels)
     with atomic_path(path) as tmp, warnings.catch_warnings():

@@ -20,7 +20,6 @@ used; 1: printed, but a file was skipped or a requested contrast has no pair; 2:
 """
 import dataclasses
 import difflib
-import json
 import math
 import re
 import sys

@@ -23,11 +23,10 @@ from tqdm import tqdm
 
 import common
 from common import UserError, flag
-from data import BestFitBatches, Store, evaluate_splits, prepare
+from data import DEFAULT_STORE, BestFitBatches, evaluate_splits, open_store
 from model import GPT, GPTConfig
-from optim import STEP0, MuonAdamW, first_step, native_groups, set_schedule
+from optim import PACKAGE, PACKAGE_SCHEDULE, STEP0, MuonAdamW, first_step, native_groups, set_schedule
 
-DEFAULT_DATA = "stores/stdlib-8192"
 DIVERGED = 100.0   # a loss above this (nats) or NaN ends the run
 
 
@@ -43,7 +42,7 @@ class Config:
     wte_route: str = flag("fused", "unigram anchor in the residual stream", choices=("fused", "separate", "shared"))
     out_skip: bool = flag(False, "add the anchors once more before the final norm")
     shared_eps: float = flag(1e-6, "epsilon of the shared denominator (the paper: 1e-6 and 1.1920929e-07)")
-    data: str = flag(DEFAULT_DATA, "folder prepared by data.py; the default one is prepared when missing")
+    data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing")
     seq_len: int = flag(2048, "tokens in a row", low=1, high=2**20)
     batch_size: int = flag(64, "rows in a micro-batch", low=1, high=2**20)
     accum: int = flag(4, "micro-batches in a step", low=1, high=10**6)
@@ -78,7 +77,7 @@ class Config:
 
 
 OE = dict(oe_m=150_855)
-OPT = dict(equilibrate_tau=25, neumann_tau=80, momentum_cooldown=True, cosine_decay=True, float32_state=True, float32_polar=True)
+OPT = dict(PACKAGE, **PACKAGE_SCHEDULE)
 JOINT = dict(OPT, qk_scale="full")
 BF16 = dict(JOINT, float32_state=False)
 LR141 = dict(lr_scale=1.41421356, muon_wd_scale=0.70710678)
@@ -111,7 +110,7 @@ PRESETS = {
     # depth 4 is 256 wide; the rates are the paper's: tuned on the dense arm they came out within 0.004 bpb of the best (README)
     "laptop": dict(depth=4, head_dim=64, seq_len=256, batch_size=8, accum=1, steps=120),
 }
-NOT_IN_NAME = {"arm", "preset", "seed", "device", "compile", "threads", "out", "save_every", "resume", "force"}  # never change a result
+NOT_IN_NAME = {"arm", "preset", "seed", "device", "compile", "threads", "out", "save_every", "resume", "force"}  # how and where a run is computed
 
 
 def science(config):
@@ -210,17 +209,9 @@ def build(config, vocab_size, device, dtype, rank=0, world=1):
     return model, MuonAdamW(groups, rank, world)
 
 
-def open_store(config):
-    """The prepared corpus; the default one is prepared first when it is missing."""
-    if config.data == DEFAULT_DATA and not Path(config.data).exists():
-        print("preparing the default corpus (Python's standard library), once")
-        prepare("stdlib", out=config.data)
-    return Store(config.data)
-
-
 def train_step(model, optimizer, batches, config, step, device, autocast, rank=0, world=1):
     """One optimizer step over config.accum micro-batches, of which each rank takes every world-th row; returns this rank's mean loss."""
-    set_schedule(optimizer, step, config.steps, schedule=config.schedule, cooldown=config.momentum_cooldown,
+    set_schedule(optimizer, step, config.steps, schedule=config.schedule, momentum_cooldown=config.momentum_cooldown,
                  cosine_decay=config.cosine_decay, lr_scale=config.lr_scale, decay_scale=config.muon_wd_scale)
     total = 0.0
     for _ in range(config.accum):
@@ -292,7 +283,7 @@ def train(config):
             raise UserError(f"--batch_size {config.batch_size} does not split over {world} ranks; choose a multiple")
         finished = claim(config, result, checkpoint) if rank == 0 else None
         if rank == 0:
-            open_store(config)
+            open_store(config.data)
         common.wait_for_all(world)
         if common.agree(finished is not None, world, device):
             return finished or {"status": "finished elsewhere"}
@@ -305,7 +296,7 @@ def train(config):
 def _train(config, run, result, checkpoint, rank, world, device):
     config = dataclasses.replace(config, dtype=resolved_dtype(config))  # what the checkpoint and the record will say
     dtype = getattr(torch, config.dtype)
-    store = open_store(config)
+    store = open_store(config.data)
     model, optimizer = build(config, store.vocab_size, device, dtype, rank, world)
     batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
     done = {"step": 0, "curve": [], "train_s": 0.0}
@@ -318,7 +309,7 @@ def _train(config, run, result, checkpoint, rank, world, device):
         say(f"resuming {run} at step {done['step']}")
     if config.compile:
         model.trunk = torch.compile(model.trunk)
-    autocast = torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+    autocast = common.autocast(device, dtype)
     tokens, params = config.batch_size * config.seq_len * config.accum, model.num_params()
     say(f"{run}: {params['total']:,} parameters ({params['oe']:,} in hashed tables), {config.steps} steps of {tokens:,} tokens on "
         f"{world} x {device.type}")

@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import audit
 import train_oe
 from common import UserError
 from model import GPT, GPTConfig, norm
 from optim import STEP0, MuonAdamW, first_step, native_groups, set_schedule
-from test_train_oe import final, flags, run, store  # noqa: F401  (store is a fixture)
+from test_train_oe import final, run, store  # noqa: F401  (store is a fixture)
 
 PUBLISHED = json.loads((audit.ROOT / "published" / "oe.json").read_text())
 CELLS = [(depth, arm, row) for (depth, arm), row in audit.published_rows().items()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import UserError
-from model import GPT, GPTConfig, chunked_loss
+from model import GPT, GPTConfig
 from optim import (MuonAdamW, POLAR_COEFFICIENTS, entrywise_adamw, equilibrate, homotopy, lr_multiplier, muon_momentum, native_groups,
                    neumann_whiten, neumann_whiten_rows, normuon_scale, oe_row_update, polar_express, run_progress, set_schedule)
 

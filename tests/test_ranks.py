@@ -1,16 +1,12 @@
 """Two ranks (gloo, CPU) against one process, and ranks that die."""
 import json
 import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import train_oe
-from common import load_checkpoint
 from optim import MuonAdamW, polar_express
 from test_train_oe import ROOT, final, flags, run, store  # noqa: F401  (store is a fixture)
 

@@ -6,18 +6,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import audit
+import bench
 import common
 import eval_heldout
 import train_oe
 from common import UserError
-from data import BestFitBatches, Store, prepare
+from data import Store, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix ten jugs of pale ink and sing".split()
@@ -153,6 +153,13 @@ def test_names(store):
     other = name("--arm", "10_oe_native", "--steps", "900")
     assert other.startswith("10_oe_native_d6_seed42-") and len(other) == len("10_oe_native_d6_seed42-") + 8
     assert name("--oe_m", "999").startswith("custom_d6_seed42-") and name("--oe_m", "999") != name("--oe_m", "998")
+
+
+def test_the_benches_time_the_preset():
+    preset = train_oe.PRESETS["laptop"]
+    assert bench.LAPTOP == {"depth": preset["depth"], "head_dim": preset["head_dim"], "sequence_len": preset["seq_len"]}
+    assert bench.LAPTOP_ROWS == preset["batch_size"] * preset["accum"]
+    assert bench.LAPTOP_WIDTH == train_oe.model_config(train_oe.parse(["--preset", "laptop"]), bench.LAPTOP_VOCAB).n_embd
 
 
 def test_explicit_flags_win_over_arm_and_preset():

@@ -202,7 +202,7 @@ def test_digit_runs_are_at_most_two(stdlib):
 
 
 def test_literal_bos_in_documents(tmp_path):
-    texts = write_docs(tmp_path / "t", 40)
+    write_docs(tmp_path / "t", 40)
     (tmp_path / "t" / "trap.txt").write_text("before <|bos|> after <|reserved_2|>")
     store = Store(prepare([tmp_path / "t"], 290, out=tmp_path / "s"))
     tokens = np.concatenate([store.train, store.val, store.heldout])

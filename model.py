@@ -3,6 +3,7 @@
     variant                 paper      what it does
     oe_m > 0                OE 2.1 A   four hashed bigram/trigram tables added to the token embedding before the first norm
     qk_scale full | masked  OE 2.1 B2  q <- q * exp(q_log) per head and rotary plane, after QK-norm; masked: not in layer 0, not in planes c < D/8
+             head           WM 4.6     the same with one q_log per head: a temperature
     wte_route separate      OE 2.1 B3  a second anchor x0_wte = norm(w) joins x0 in every layer
               shared                   the anchor is w / s_{w+e}(eps), with the denominator of x0
     out_skip                OE 2.1 B3  the anchors are added once more, before the final norm
@@ -51,7 +52,7 @@ class GPTConfig:
         return cls(n_layer=depth, n_head=n_head, n_embd=n_head * head_dim, **kw)
 
     def __post_init__(self):
-        for name, allowed in (("ffn", FFN), ("qk_scale", ("none", "full", "masked")), ("wte_route", ROUTE)):
+        for name, allowed in (("ffn", FFN), ("qk_scale", ("none", "full", "masked", "head")), ("wte_route", ROUTE)):
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
         if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
@@ -113,14 +114,15 @@ class Attention(nn.Module):
         self.c_v = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.c_proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.ve_gate = nn.Linear(VE_GATE_CHANNELS, cfg.n_head, bias=False) if cfg.has_value_embedding(i) else None
-        self.q_log = nn.Parameter(torch.zeros(cfg.n_head, cfg.head_dim // 2)) if cfg.qk_scale != "none" else None
+        planes = 1 if cfg.qk_scale == "head" else cfg.head_dim // 2
+        self.q_log = nn.Parameter(torch.zeros(cfg.n_head, planes)) if cfg.qk_scale != "none" else None
         free = torch.arange(cfg.head_dim // 2) >= (cfg.head_dim // 8 if i > 0 else cfg.head_dim)  # masked: the rest stays at exp(0)
         self.register_buffer("q_mask", free.float() if cfg.qk_scale == "masked" else None, persistent=False)
 
     def q_gain(self):
-        """exp(q_log), the same for both channels of a plane: [H, D]."""
+        """exp(q_log), the same for both channels of a plane: [H, D]; [H, 1] with one temperature per head."""
         log = self.q_log if self.q_mask is None else self.q_log * self.q_mask
-        return log.exp().repeat(1, 2)
+        return log.exp().repeat(1, 2 if log.size(1) > 1 else 1)
 
     def forward(self, x, ve, cos, sin, mask, trace=None):
         B, T, C = x.shape

@@ -4,6 +4,8 @@
     polar_express       Polar Express    five odd polynomials of G / (1.02 |G|_F): G -> the nearest orthogonal matrix
     normuon_scale       NorMuon          rows (or columns, of wide matrices) divided by the root of their running mean square
     entrywise_adamw     AdamW            m_hat / (sqrt(v_hat) + eps)
+    row_isotropic_adamw WM 3.4           the same with v_hat averaged over the row
+    retract_spherical_  WM 4.6           W * |W_0|_F / |W|_F after the step
     oe_row_update       OE 2.1 A         visited rows: table -= lr * gbar / rms(gbar), gbar = grad / count; no moments, no decay
     equilibrate         OE 2.1 B, BiEq   rows, then columns, scaled towards equal root mean square before the polar step
     neumann_whiten      OE 2.1 B         Uc - alpha/2 Uc (Uc^T Uc) / |Uc^T Uc|_F, Uc = U - mean row
@@ -141,6 +143,20 @@ def entrywise_adamw(m, v, step, beta1, beta2, eps):
     return m / root.mul_(1 - beta1**step)
 
 
+def row_isotropic_adamw(m, v, step, beta1, beta2, eps):
+    """entrywise_adamw with v averaged over the last dimension: each row is scaled as a whole (WM 3.4, `row_iso`)."""
+    return entrywise_adamw(m, v.mean(dim=-1, keepdim=True), step, beta1, beta2, eps)
+
+
+POOL = {"entrywise": entrywise_adamw, "row_iso": row_isotropic_adamw}   # (m, v, step, beta1, beta2, eps) -> direction
+
+
+@torch.no_grad()
+def retract_spherical_(W, norm0):
+    """Rescale W [..., m, n], in place, to the Frobenius norm it started with (WM 4.6); norm0 is a number or [..., 1, 1]."""
+    return W.mul_(norm0 / W.norm(dim=(-2, -1), keepdim=True).clamp_min(TINY))
+
+
 def oe_row_update(table, grad, count, lr, whiten=0.0):
     """Moment-free update of the visited rows of a hashed table, in place; count is set to 0; returns the visited rows (int64).
 
@@ -165,14 +181,15 @@ class MuonAdamW(torch.optim.Optimizer):
     """Groups of kind adamw, muon or oe; see native_groups() for the OE paper's recipe.
 
     adamw: lr, betas, eps, weight_decay; neumann: whiten 2-D gradients; float32_state: keep moments and a master copy of bfloat16
-    parameters in float32. muon: lr, momentum, beta2, weight_decay (cautious: only where it agrees with the update), equilibrate,
+    parameters in float32; pool: entrywise | row_iso. muon: lr, momentum, beta2, weight_decay (cautious: only where it agrees with the update), equilibrate,
     polar_dtype. oe: lr, neumann. p.grad is never overwritten by step(); zero_grad() clears only visited rows of hashed tables.
     """
 
     def __init__(self, groups, rank=0, world=1):
         self.rank, self.world = rank, world
         defaults = dict(kind="adamw", lr=0.0, initial_lr=0.0, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, initial_decay=0.0,
-                        momentum=0.95, beta2=0.95, equilibrate=0.0, neumann=0.0, polar_dtype=torch.float32, float32_state=False)
+                        momentum=0.95, beta2=0.95, equilibrate=0.0, neumann=0.0, polar_dtype=torch.float32, float32_state=False,
+                        pool="entrywise")
         super().__init__(groups, defaults)
         for group in self.param_groups:
             if group["kind"] not in ("adamw", "muon", "oe"):
@@ -217,7 +234,7 @@ class MuonAdamW(torch.optim.Optimizer):
         s["exp_avg"].lerp_(g, 1 - beta1)
         s["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(entrywise_adamw(s["exp_avg"], s["exp_avg_sq"], s["step"], beta1, beta2, group["eps"]), alpha=-group["lr"])
+        weight.add_(POOL[group["pool"]](s["exp_avg"], s["exp_avg_sq"], s["step"], beta1, beta2, group["eps"]), alpha=-group["lr"])
         if wide:
             p.copy_(weight)
 

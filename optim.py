@@ -9,6 +9,9 @@
     oe_row_update       OE 2.1 A         visited rows: table -= lr * gbar / rms(gbar), gbar = grad / count; no moments, no decay
     equilibrate         OE 2.1 B, BiEq   rows, then columns, scaled towards equal root mean square before the polar step
     neumann_whiten      OE 2.1 B         Uc - alpha/2 Uc (Uc^T Uc) / |Uc^T Uc|_F, Uc = U - mean row
+    head_blocks         ABL 13, Kimi K3  Per-Head Muon: rows (of q, k, v) or columns (of proj) of each head are a matrix of their own
+    qk_clip_            ABL 14, Kimi K2  MuonClip: a head's rows of q and k times sqrt(tau / smax) when its largest logit smax > tau
+    keep_topk_          ABL 8, meProp    only the largest entries of each gradient survive
 
 Matrix functions reduce over the last two dimensions only: a batch of matrices stays a batch of separate matrices.
 A group of MuonAdamW is {"params", "kind": adamw | muon | oe, "initial_lr", ...}; set_schedule() turns step numbers into its lr,
@@ -52,6 +55,13 @@ def lr_multiplier(progress, kind="trapezoid"):
     if kind == "linear":
         return 1 - progress
     raise UserError(f"schedule {kind!r} is unknown; choose trapezoid, cosine, wsd or linear")
+
+
+def warmup_multiplier(step, steps, warmup, kind="cosine"):
+    """Learning-rate factor of `step` (0-based): (step + 1) / warmup in the first `warmup` steps, then lr_multiplier over the rest."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return lr_multiplier((step - warmup) / max(1, steps - warmup), kind)
 
 
 def muon_momentum(step, progress, cooldown=False):
@@ -157,6 +167,44 @@ def retract_spherical_(W, norm0):
     return W.mul_(norm0 / W.norm(dim=(-2, -1), keepdim=True).clamp_min(TINY))
 
 
+def head_blocks(W, n, dim=-2):
+    """W [..., r, c] as n matrices [..., n, r', c'] (Per-Head Muon, ABL 13): blocks of rows for dim -2, of columns for dim -1.
+
+    W holds the heads one after another, as q, k and v do in their rows and proj in its columns. join_heads() is the inverse.
+    """
+    if dim == -2:
+        return W.unflatten(-2, (n, -1))
+    return W.unflatten(-1, (n, -1)).movedim(-2, -3)
+
+
+def join_heads(blocks, dim=-2):
+    """The matrix [..., r, c] whose head_blocks() are `blocks` [..., n, r', c']."""
+    return blocks.flatten(-3, -2) if dim == -2 else blocks.movedim(-3, -2).flatten(-2)
+
+
+@torch.no_grad()
+def qk_clip_(wq, wk, smax, tau):
+    """MuonClip (ABL 14): of every head whose largest logit smax [H] exceeds tau, the rows of wq and wk times sqrt(tau / smax), in place.
+
+    wq, wk [H * D, C], or biases [H * D]. The head's logits on the same input then reach tau. Where no head exceeds it nothing is written.
+    """
+    if bool((smax > tau).any()):
+        scale = torch.where(smax > tau, (tau / smax.clamp_min(TINY)).sqrt(), 1)
+        for w in (wq, wk):
+            w.copy_((w.unflatten(0, (len(scale), -1)) * scale.to(w.dtype).view(-1, *[1] * w.ndim)).flatten(0, 1))
+
+
+@torch.no_grad()
+def keep_topk_(grads, fraction):
+    """meProp (ABL 8): in each tensor the ceil(fraction * n) entries of largest magnitude stay and the rest become 0, in place; 1 keeps all."""
+    if fraction >= 1:
+        return
+    for g in grads:
+        flat = g.flatten()
+        kept = flat.abs().topk(math.ceil(fraction * len(flat)), sorted=False).indices
+        g.copy_(torch.zeros_like(flat).index_copy_(0, kept, flat[kept]).view_as(g))
+
+
 def oe_row_update(table, grad, count, lr, whiten=0.0):
     """Moment-free update of the visited rows of a hashed table, in place; count is set to 0; returns the visited rows (int64).
 
@@ -182,19 +230,20 @@ class MuonAdamW(torch.optim.Optimizer):
 
     adamw: lr, betas, eps, weight_decay; neumann: whiten 2-D gradients; float32_state: keep moments and a master copy of bfloat16
     parameters in float32; pool: entrywise | row_iso. muon: lr, momentum, beta2, weight_decay (cautious: only where it agrees with the update), equilibrate,
-    polar_dtype. oe: lr, neumann. p.grad is never overwritten by step(); zero_grad() clears only visited rows of hashed tables.
+    polar_dtype, normuon; heads, head_axis: orthogonalise the blocks of head_blocks(). Leading dimensions of a muon parameter are separate
+    matrices. oe: lr, neumann. p.grad is never overwritten by step(); zero_grad() clears only visited rows of hashed tables.
     """
 
     def __init__(self, groups, rank=0, world=1):
         self.rank, self.world = rank, world
         defaults = dict(kind="adamw", lr=0.0, initial_lr=0.0, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, initial_decay=0.0,
                         momentum=0.95, beta2=0.95, equilibrate=0.0, neumann=0.0, polar_dtype=torch.float32, float32_state=False,
-                        pool="entrywise")
+                        pool="entrywise", normuon=True, heads=1, head_axis=-2)
         super().__init__(groups, defaults)
         for group in self.param_groups:
             if group["kind"] not in ("adamw", "muon", "oe"):
                 raise KeyError(group["kind"])
-            if group["kind"] != "adamw" and any(p.ndim != 2 for p in group["params"]):
+            if group["kind"] != "adamw" and any(p.ndim < 2 or p.ndim > 2 and group["kind"] == "oe" for p in group["params"]):
                 raise ValueError(f"kind {group['kind']} takes matrices only")
 
     @torch.no_grad()
@@ -239,20 +288,26 @@ class MuonAdamW(torch.optim.Optimizer):
             p.copy_(weight)
 
     def _muon(self, params, group):
-        rows, cols = params[0].shape
+        rows, cols = params[0].shape[-2:]
         for p in params:
             if not (s := self.state[p]):
                 s["momentum_buffer"] = torch.zeros_like(p)
-                s["second_moment"] = torch.zeros((rows, 1) if rows >= cols else (1, cols), dtype=p.dtype, device=p.device)
+                if group["normuon"]:
+                    shape = (*p.shape[:-2], rows, 1) if rows >= cols else (*p.shape[:-2], 1, cols)
+                    s["second_moment"] = torch.zeros(shape, dtype=p.dtype, device=p.device)
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, [p.grad for p in params], 1 - group["momentum"])
-        u = torch.stack([p.grad for p in params]).lerp_(torch.stack(buffers), group["momentum"])    # Nesterov: [K, rows, cols]
-        u = equilibrate(u, group["equilibrate"])
-        u = self._share(polar_express, u.to(group["polar_dtype"]))
-        u, v = normuon_scale(u, torch.stack([self.state[p]["second_moment"] for p in params]), group["beta2"])
-        lr = group["lr"] * max(1.0, rows / cols) ** 0.5
-        for p, direction, moment in zip(params, u.to(params[0].dtype), v):
-            self.state[p]["second_moment"].copy_(moment)
+        u = torch.stack([p.grad for p in params]).lerp_(torch.stack(buffers), group["momentum"])    # Nesterov: [K, ..., rows, cols]
+        blocks = head_blocks(u, group["heads"], group["head_axis"])                                 # [K, ..., heads, rows', cols']
+        flat = equilibrate(blocks.flatten(0, -3), group["equilibrate"])
+        flat = self._share(polar_express, flat.to(group["polar_dtype"]))
+        u = join_heads(flat.view(blocks.shape), group["head_axis"])
+        if group["normuon"]:
+            u, v = normuon_scale(u, torch.stack([self.state[p]["second_moment"] for p in params]), group["beta2"])
+            for p, moment in zip(params, v):
+                self.state[p]["second_moment"].copy_(moment)
+        lr = group["lr"] * max(1.0, blocks.size(-2) / blocks.size(-1)) ** 0.5
+        for p, direction in zip(params, u.to(params[0].dtype)):
             if group["weight_decay"]:
                 direction = direction + group["weight_decay"] * p * (direction * p >= 0)
             p.add_(direction, alpha=-lr)

@@ -1,0 +1,238 @@
+"""The reward contraction of delayed Weight Maximization (WM 3.2, 3.5): what a displaced unit earns from the credit above it.
+
+    wm_reward         R[g,i] = scale / M * sum_{n in g} dy[n,i] * sum_j u[n,j] W[j,i]       streams g of M = group consecutive tokens
+    wm_credit         c[n,i] = R[g(n),i] * xi[n,i] / sigma                                   the reward, given to each token's own probe
+    wm_credit_relu2   wm_credit at dy = relu(pre + sigma xi)^2 - relu(pre)^2                 (stage 1's c_fc), dy never stored whole
+    signs             the probes xi = +-1, any range of rows again from (seed, row)
+
+    impl      how
+    torch     one GEMM u @ W, then the rest in place on blocks of rows that stay in cache; the default on the CPU
+    triton    one pass: tl.dot tiles in registers, displacement, group sum and signs in the epilogue; the default on CUDA
+    outer     the papers' first code: the 3-D tensor [streams, J, I] in memory, streams by the chunk; baseline and second reference
+
+    precision of the products u W, accumulated in float32 (float64 for float64 inputs):
+    ieee | tf32x3 (triton) | tf32 (CUDA) | bf16 (u and W rounded first)
+
+Shapes: u [N, J] credit above, W [J, I] the weights that read the unit, dy [N, I] the unit's displacement, xi [N, I]. Everything runs without
+autograd. Sums over the vocabulary or the width never meet a tensor larger than [N, I].
+"""
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from common import UserError
+
+IMPLS = ("auto", "torch", "triton", "outer")
+PRECISIONS = ("ieee", "tf32x3", "tf32", "bf16")
+BLOCK = 128                 # columns whose signs come from one Philox call of 4 x 32 bits
+CACHED = 1 << 16            # numbers in a block of rows whose elementwise work stays in cache
+OUTER_STREAMS, OUTER_BYTES = 256, 1 << 29   # the outer baseline's chunk: this many streams, or what fits
+
+
+# ---- signs ----
+
+@torch.no_grad()
+def signs(rows, cols, seed, offset=0, device=None, dtype=torch.float32):
+    """[rows, cols] of +-1 in `dtype`: rows offset, offset + 1, ... of the infinite sign matrix of `seed` (0 <= seed < 2^63).
+
+    Philox4x32-10 (Salmon et al., 2011) with the seed as its 64-bit key and (row, row >> 32, column // 128, 0) as its counter; bit k of
+    its 128 output bits, low word first, is the sign of column k of the block, 1 meaning +1. So a row's signs depend on its number only.
+    """
+    return _expand(_philox_bytes(rows, cols, seed, offset, device), cols, dtype)
+
+
+def philox(counter, key):
+    """Four int64 tensors of 32-bit words from four such counter words (tensors) and two key words (integers): 10 rounds."""
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57   # 64-bit products; wrapping keeps their bits
+        c0, c1 = (b >> 32).bitwise_and_(mask).bitwise_xor_(c1).bitwise_xor_(k0), b.bitwise_and_(mask)
+        c2, c3 = (a >> 32).bitwise_and_(mask).bitwise_xor_(c3).bitwise_xor_(k1), a.bitwise_and_(mask)
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def _philox_bytes(rows, cols, seed, offset, device):
+    """uint8 [rows, 16 * blocks]: the sign bits of the rows, low bit first."""
+    if not 0 <= seed < 2**63 or offset < 0:
+        raise UserError(f"signs need 0 <= seed < 2^63 and offset >= 0, not {seed} and {offset}")
+    blocks = -(-cols // BLOCK)
+    row = torch.arange(offset, offset + rows, device=device)[:, None].expand(rows, blocks)
+    block = torch.arange(blocks, device=device).expand(rows, blocks)
+    words = philox((row & 0xFFFFFFFF, row >> 32, block, torch.zeros_like(block)), (seed & 0xFFFFFFFF, seed >> 32))
+    return torch.stack(words, -1).int().view(torch.uint8).view(rows, 16 * blocks)   # int() wraps; bytes as little-endian machines hold them
+
+
+@functools.lru_cache(maxsize=16)
+def _byte_signs(device, dtype):
+    """[256, 8]: the eight signs that a byte holds."""
+    return (((torch.arange(256)[:, None] >> torch.arange(8)) & 1) * 2 - 1).to(device=device, dtype=dtype)
+
+
+def _expand(bits, cols, dtype):
+    """[rows, cols] of +-1 from the bytes of _philox_bytes."""
+    return F.embedding(bits.int(), _byte_signs(bits.device, dtype)).flatten(1)[:, :cols]
+
+
+def _sign_rows(xi, rows, cols, device, dtype):
+    """A function (slice of rows) -> signs [*, cols], for xi a tensor or a pair (seed, offset)."""
+    if isinstance(xi, torch.Tensor):
+        return lambda part: xi[part].to(dtype)
+    bits = _philox_bytes(rows, cols, *xi, device)   # 1/32 of what they expand to
+    return lambda part: _expand(bits[part], cols, dtype)
+
+
+# ---- the contraction ----
+
+@torch.no_grad()
+def wm_reward(u, dy, W, group=1, scale=1.0, impl="auto", precision="ieee"):
+    """R [N / group, I] of u [N, J], dy [N, I], W [J, I]: scale / group * sum over a stream's tokens of dy * (u W) (WM 3.2 and 3.5).
+
+    float32, or float64 where an input is. UserError when group does not divide N; ValueError when shapes disagree.
+    """
+    work = _check(u, dy, W, group)
+    impl = _choose(impl, precision, u.device, work)
+    if impl == "triton":
+        return _launch(u, dy, W, group, scale, precision)
+    if impl == "outer":
+        return _outer(u, dy, W, group, scale, work)
+    product = _product(u, W, scale / group, precision, torch.empty(dy.shape, dtype=work, device=u.device))
+    if group == 1:
+        return product.mul_(dy)
+    R = product.new_empty(len(dy) // group, dy.size(1))
+    for part in _blocks(dy.shape, group):
+        streams = slice(part.start // group, part.stop // group)
+        torch.sum(product[part].mul_(dy[part]).unflatten(0, (-1, group)), 1, out=R[streams])
+    return R
+
+
+def wm_credit(u, dy, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee", out=None):
+    """[N, I]: wm_reward of the token's stream times xi / sigma, the estimate of the unit's own credit (WM 3.2).
+
+    xi: the probe's signs [N, I], or a pair (seed, offset) from which signs() regenerates them. out: any [N, I] of floating dtype that shares
+    no memory with the inputs; without it a new tensor as of wm_reward. UserError and ValueError as there.
+    """
+    return _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2=False)
+
+
+def wm_credit_relu2(u, pre, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee", out=None):
+    """wm_credit at dy = relu(pre + sigma xi)^2 - relu(pre)^2, for the pre-activation pre [N, I] of a relu^2 unit (WM 3.3); needs sigma > 0."""
+    return _credit(u, pre, W, xi, sigma, group, scale, impl, precision, out, relu2=True)
+
+
+@torch.no_grad()
+def _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2):
+    work = _check(u, dy, W, group, xi, out)
+    if not sigma > 0:
+        raise UserError(f"sigma {sigma}: a probe needs a size above 0")
+    impl = _choose(impl, precision, u.device, work)
+    if impl == "triton":
+        return _launch(u, dy, W, group, scale, precision, xi, sigma, out, relu2)
+    out = torch.empty(dy.shape, dtype=work, device=u.device) if out is None else out
+    rows = _sign_rows(xi, *dy.shape, u.device, work)
+    if impl == "outer":
+        xi = rows(slice(None))
+        R = _outer(u, relu2_step(dy.to(work), xi, sigma) if relu2 else dy, W, group, scale / sigma, work)
+        return out.copy_(R.repeat_interleave(group, 0) * xi)
+    product = out if out.dtype == work else torch.empty(dy.shape, dtype=work, device=u.device)
+    _product(u, W, scale / group / sigma, precision, product)
+    for part in _blocks(dy.shape, group):
+        xi, p = rows(part), product[part]
+        p.mul_(relu2_step(dy[part].to(work), xi, sigma) if relu2 else dy[part])
+        if group > 1:
+            p = p.unflatten(0, (-1, group))                                     # [streams, group, I]
+            p.copy_(p.sum(1, keepdim=True).expand(p.shape))
+        out[part] = product[part].mul_(xi)
+    return out
+
+
+def relu2_step(pre, xi, sigma):
+    """b^2 - a^2 for a = relu(pre), b = relu(pre + sigma xi), as (b - a)(b + a).
+
+    b - a = xi * clamp(pre + max(sigma xi, 0), 0, sigma) involves no difference of nearly equal numbers; in float32 the plain formula
+    keeps only the digits that survive sigma against pre.
+    """
+    step = xi * sigma
+    total = (pre + step).clamp_min_(0).add_(pre.clamp_min(0))
+    return step.clamp_min_(0).add_(pre).clamp_(0, sigma).mul_(total).mul_(xi)
+
+
+def _check(u, dy, W, group, xi=None, out=None):
+    """The dtype to work in, after refusing what does not fit together."""
+    if u.dim() != 2 or W.dim() != 2 or dy.shape != (u.size(0), W.size(1)) or u.size(1) != W.size(0):
+        raise ValueError(f"shapes u {list(u.shape)}, dy {list(dy.shape)}, W {list(W.shape)} are not [N, J], [N, I], [J, I]")
+    for name, z in (("xi", xi), ("out", out)):
+        if isinstance(z, torch.Tensor) and z.shape != dy.shape:
+            raise ValueError(f"{name} {list(z.shape)} has not the shape {list(dy.shape)} of the displacement")
+    if group < 1 or len(u) % group:
+        raise UserError(f"streams of {group} tokens do not divide the {len(u)} tokens; choose a divisor")
+    return functools.reduce(torch.promote_types, (dy.dtype, W.dtype, torch.float32), u.dtype)
+
+
+def _choose(impl, precision, device, work):
+    """torch, triton or outer, after refusing what it cannot do."""
+    if impl not in IMPLS or precision not in PRECISIONS:
+        raise UserError(f"impl {impl}, precision {precision}: choose from {' '.join(IMPLS)} and {' '.join(PRECISIONS)}")
+    if impl == "auto":
+        impl = "triton" if device.type == "cuda" and work == torch.float32 and _has_triton() else "torch"
+    if impl == "triton":
+        if not _has_triton():
+            raise UserError("impl triton: triton is not installed (pip install triton, Linux only); use impl torch")
+        if work != torch.float32:
+            raise UserError("impl triton works in float32; use impl torch for float64")
+    allowed = {"torch": ("ieee", "bf16", "tf32") if device.type == "cuda" else ("ieee", "bf16"), "outer": ("ieee",), "triton": PRECISIONS}[impl]
+    if precision not in allowed:
+        raise UserError(f"precision {precision} is not to be had from impl {impl} on {device.type}; choose from {' '.join(allowed)}")
+    return impl
+
+
+def _blocks(shape, group):
+    """Slices of rows: whole streams, together no larger than the cache (or one stream)."""
+    rows = max(1, CACHED // max(1, shape[1]) // group) * group
+    return [slice(a, min(a + rows, shape[0])) for a in range(0, shape[0], rows)]
+
+
+def _product(u, W, alpha, precision, out):
+    """out = alpha u @ W; out holds float32 or float64."""
+    if precision == "bf16":
+        u, W = u.bfloat16(), W.bfloat16()
+        if u.is_cuda:
+            return out.copy_(torch.mm(u, W, out_dtype=torch.float32)).mul_(alpha)
+    u, W = u.to(out.dtype), W.to(out.dtype)
+    if not u.is_cuda:
+        return torch.addmm(out, u, W, beta=0, alpha=alpha, out=out)
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32" if precision == "tf32" else "ieee"
+    try:
+        return torch.addmm(out, u, W, beta=0, alpha=alpha, out=out)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _outer(u, dy, W, group, scale, work):
+    """wm_reward by way of the tensor [streams, J, I] of u outer dy, a chunk of streams at a time (WM 3.5, before its kernels)."""
+    u, dy, W = (z.to(work) for z in (u, dy, W))
+    R = dy.new_empty(len(u) // group, dy.size(1))
+    chunk = max(1, min(OUTER_STREAMS, OUTER_BYTES // max(1, W.numel() * W.element_size())))
+    for a in range(0, len(R), chunk):
+        part = slice(a * group, (a + chunk) * group)
+        pairs = torch.bmm(u[part].unflatten(0, (-1, group)).mT, dy[part].unflatten(0, (-1, group)))   # [streams, J, I]
+        torch.sum(pairs.mul_(W), 1, out=R[a:a + chunk])
+    return R.mul_(scale / group)
+
+
+# ---- Triton ----
+
+@functools.cache
+def _has_triton():
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _launch(u, dy, W, group, scale, precision, xi=None, sigma=1.0, out=None, relu2=False):
+    raise UserError("impl triton is not here yet; use impl torch")

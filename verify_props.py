@@ -215,31 +215,52 @@ def proposition_2(rng, heads=2, head_dim=2, width=4, length=5):
 
 # ---- Proposition 3, and the unrolled residual stream of Section 3.1 ----
 
+def skip_rewards(alpha, s, dx, group, scale):
+    """Rewards [N / M_g][D] of the surrogate receiver alpha_0 I by the full contraction: its columns with the plasticity tensor [D][D].
+
+    s [N][D] modulation of the bus, dx [N][D] displacement of x_0.
+    """
+    d, out = range(len(s[0])), []
+    skip = [[alpha * (j == i) for i in d] for j in d]
+    for first in range(0, len(s), group):
+        plasticity = [[scale / group * sum(s[n][j] * dx[n][i] for n in range(first, first + group)) for i in d] for j in d]
+        out.append([sum(skip[j][i] * plasticity[j][i] for j in d) for i in d])
+    return out
+
+
+def diagonal_rewards(alpha, s, dx, group, scale):
+    """The same rewards elementwise (Proposition 3)."""
+    return [[scale / group * sum(alpha * s[n][i] * dx[n][i] for n in range(first, first + group)) for i in range(len(s[0]))]
+            for first in range(0, len(s), group)]
+
+
 def centred(rewards):
     """Rewards [G][D] minus their mean over the streams."""
     mean = [sum(r[i] for r in rewards) / len(rewards) for i in range(len(rewards[0]))]
     return [[v - m for v, m in zip(r, mean)] for r in rewards]
 
 
-def proposition_3(rng, n=6, d=3):
+def unroll(keep, skip):
+    """alpha_0 and gamma [L] of Section 3.1 from the residual scalings lambda_res = keep [L] and lambda_x0 = skip [L]."""
+    gamma = [math.prod(keep[layer + 1:]) for layer in range(len(keep))]
+    return math.prod(keep) + dot(skip, gamma), gamma
+
+
+def proposition_3(rng, n=6, d=3, layers=6):
     alpha, s, dx = rng.gauss(0, 1), [vector(rng, d) for _ in range(n)], [vector(rng, d) for _ in range(n)]
-    skip = [[alpha * (j == i) for i in range(d)] for j in range(d)]
-    off = 0.0
+    off = left = 0.0
     for group in (1, 2, 3):
         for scale in (1, group):
-            streams = [range(g, g + group) for g in range(0, n, group)]
-            full = [[sum(skip[j][i] * scale / group * sum(s[m][j] * dx[m][i] for m in stream) for j in range(d)) for i in range(d)]
-                    for stream in streams]
-            diagonal = [[scale / group * sum(alpha * s[m][i] * dx[m][i] for m in stream) for i in range(d)] for stream in streams]
+            full, diagonal = (f(alpha, s, dx, group, scale) for f in (skip_rewards, diagonal_rewards))
             off = max(off, distance(full, diagonal), distance(centred(full), centred(diagonal)))
+            left = max(left, *(abs(sum(column)) for column in zip(*centred(full))))
     yield near("3 diagonal skip - contraction with alpha_0 I", off, 0.0, 50 * EXACT, "raw and centred, M_g 1 2 3, both scales")
-    layers = 6
+    yield near("3 sum of the centred rewards over streams", left, 0.0, 50 * EXACT)
     keep, skip, x0, writes = vector(rng, layers), vector(rng, layers), vector(rng, d), [vector(rng, d) for _ in range(layers)]
     x = x0
     for k, b, f in zip(keep, skip, writes):
         x = [k * v + b * v0 + w for v, v0, w in zip(x, x0, f)]
-    gamma = [math.prod(keep[layer + 1:]) for layer in range(layers)]
-    alpha = math.prod(keep) + dot(skip, gamma)
+    alpha, gamma = unroll(keep, skip)
     unrolled = [alpha * v + sum(g * f[i] for g, f in zip(gamma, writes)) for i, v in enumerate(x0)]
     yield near("3 alpha_0 x_0 + sum gamma_l f_l - recurrence", distance(x, unrolled) / (1 + max(map(abs, x))), 0.0, 50 * EXACT, "6 layers")
 

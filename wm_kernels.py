@@ -26,7 +26,7 @@ from common import UserError
 IMPLS = ("auto", "torch", "triton", "outer")
 PRECISIONS = ("ieee", "tf32x3", "tf32", "bf16")
 BLOCK = 128                 # columns whose signs come from one Philox call of 4 x 32 bits
-CACHED = 1 << 16            # numbers in a block of rows whose elementwise work stays in cache
+CACHED = 1 << 18            # numbers in a block of rows whose elementwise work stays in cache
 OUTER_STREAMS, OUTER_BYTES = 256, 1 << 29   # the outer baseline's chunk: this many streams, or what fits
 
 
@@ -135,29 +135,34 @@ def _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2):
     rows = _sign_rows(xi, *dy.shape, u.device, work)
     if impl == "outer":
         xi = rows(slice(None))
-        R = _outer(u, relu2_step(dy.to(work), xi, sigma) if relu2 else dy, W, group, scale / sigma, work)
+        R = _outer(u, relu2_gain(dy.to(work), xi, sigma) * xi if relu2 else dy, W, group, scale / sigma, work)
         return out.copy_(R.repeat_interleave(group, 0) * xi)
     product = out if out.dtype == work else torch.empty(dy.shape, dtype=work, device=u.device)
     _product(u, W, scale / group / sigma, precision, product)
     for part in _blocks(dy.shape, group):
         xi, p = rows(part), product[part]
-        p.mul_(relu2_step(dy[part].to(work), xi, sigma) if relu2 else dy[part])
+        p.mul_(relu2_gain(dy[part].to(work), xi, sigma) if relu2 else dy[part])
+        if group > 1 and relu2:
+            p.mul_(xi)
         if group > 1:
             p = p.unflatten(0, (-1, group))                                     # [streams, group, I]
             p.copy_(p.sum(1, keepdim=True).expand(p.shape))
-        out[part] = product[part].mul_(xi)
+        if group > 1 or not relu2:   # else the sign of the displacement meets itself
+            product[part].mul_(xi)
+        if product is not out:
+            out[part] = product[part]
     return out
 
 
-def relu2_step(pre, xi, sigma):
-    """b^2 - a^2 for a = relu(pre), b = relu(pre + sigma xi), as (b - a)(b + a).
+def relu2_gain(pre, xi, sigma):
+    """xi (b^2 - a^2) for a = relu(pre), b = relu(pre + sigma xi), xi = +-1: never negative.
 
-    b - a = xi * clamp(pre + max(sigma xi, 0), 0, sigma) involves no difference of nearly equal numbers; in float32 the plain formula
-    keeps only the digits that survive sigma against pre.
+    As xi (b - a)(b + a) with xi (b - a) = clamp(pre + max(sigma xi, 0), 0, sigma) no nearly equal numbers are subtracted; in float32 the
+    plain formula keeps only the digits that survive sigma against pre.
     """
     step = xi * sigma
     total = (pre + step).clamp_min_(0).add_(pre.clamp_min(0))
-    return step.clamp_min_(0).add_(pre).clamp_(0, sigma).mul_(total).mul_(xi)
+    return step.clamp_min_(0).add_(pre).clamp_(0, sigma).mul_(total)
 
 
 def _check(u, dy, W, group, xi=None, out=None):

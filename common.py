@@ -311,6 +311,34 @@ def peak_mem_mib(device):
 
 # ---- running ----
 
+def claim(config, result, checkpoint):
+    """Refuse to lose an earlier run's files. Returns the record of a finished run when asked to resume it, else None."""
+    if config.force:
+        return None
+    if result.exists() and config.resume:
+        with reading(result, "result"):
+            record = json.loads(result.read_text(encoding="utf-8"))
+        print(f"{result} is already finished")
+        return record
+    if result.exists():
+        raise UserError(f"{result} exists; --force overwrites it, another --seed or --out keeps it")
+    if checkpoint.exists() and not config.resume:
+        raise UserError(f"{checkpoint} holds an unfinished run; --resume continues it, --force starts anew")
+
+
+def check_same_run(path, saved, script, flags, data_digest, data):
+    """UserError unless the checkpoint `saved` comes from the same script, corpus and flags (a dict of those that can change a result)."""
+    if saved["script"] != script:
+        raise UserError(f"{path} was written by {saved['script']}, not by {script}")
+    if saved["data_digest"] != data_digest:
+        raise UserError(f"{path} was trained on another corpus or tokenizer than {data}; name the right --data")
+    with reading(path):
+        old = {**flags, **saved["config"]}
+        changed = [k for k in flags if old[k] != flags[k] and k != "data"]  # the digest speaks for the data
+    if changed:
+        raise UserError(f"{path} was trained with " + ", ".join(f"--{k} {old[k]} (now {flags[k]})" for k in changed) + "; pass the same flags")
+
+
 @contextmanager
 def locked(path):
     """Hold an exclusive lock beside `path` for the block; UserError when another process holds it."""

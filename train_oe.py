@@ -237,35 +237,12 @@ def save(path, config, store, model, optimizer, batches, done):
 def restore(path, config, store, model, optimizer, batches):
     """Load a checkpoint of the same run into model, optimizer and batches; returns what save() was given as `done`."""
     saved = common.load_checkpoint(path, ("script", "config", "data_digest", "model", "optimizer", "batches", "step", "curve", "train_s"))
-    if saved["script"] != "train_oe.py":
-        raise UserError(f"{path} was written by {saved['script']}, not by train_oe.py")
-    if saved["data_digest"] != store.digest:
-        raise UserError(f"{path} was trained on another corpus or tokenizer than {config.data}; name the right --data")
-    with common.reading(path):
-        old, new = {**science(config), **saved["config"]}, science(config)
-        changed = [k for k in new if old[k] != new[k] and k != "data"]  # the digest speaks for the data
-    if changed:
-        raise UserError(f"{path} was trained with " + ", ".join(f"--{k} {old[k]} (now {new[k]})" for k in changed) + "; pass the same flags")
+    common.check_same_run(path, saved, "train_oe.py", science(config), store.digest, config.data)
     with common.reading(path):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         batches.load_state_dict(saved["batches"])
     return {k: saved[k] for k in ("step", "curve", "train_s")}
-
-
-def claim(config, result, checkpoint):
-    """Refuse to lose an earlier run's files. Returns the record of a finished run when asked to resume it, else None."""
-    if config.force:
-        return None
-    if result.exists() and config.resume:
-        with common.reading(result, "result"):
-            record = json.loads(result.read_text(encoding="utf-8"))
-        print(f"{result} is already finished")
-        return record
-    if result.exists():
-        raise UserError(f"{result} exists; --force overwrites it, another --seed or --out keeps it")
-    if checkpoint.exists() and not config.resume:
-        raise UserError(f"{checkpoint} holds an unfinished run; --resume continues it, --force starts anew")
 
 
 def train(config):
@@ -281,7 +258,7 @@ def train(config):
     with common.ranks(config.device) as (rank, world, device), common.locked(result) if rank == 0 else nullcontext():
         if config.batch_size % world:
             raise UserError(f"--batch_size {config.batch_size} does not split over {world} ranks; choose a multiple")
-        finished = claim(config, result, checkpoint) if rank == 0 else None
+        finished = common.claim(config, result, checkpoint) if rank == 0 else None
         if rank == 0:
             open_store(config.data)
         common.wait_for_all(world)

@@ -1,0 +1,409 @@
+"""Pretraining without a backward pass: delayed Weight Maximization, its comparators, and exact backprop on the same weights.
+
+    python train_wm.py --data stores/books-8192 --seed 46                       the co-designed 4-matrix arm at d6 (hours on a laptop)
+    python train_wm.py --width 256 --active qk --probes 2 --seed 46             all six matrices, two probes for q and k
+    python train_wm.py --method backprop --seed 46                              the exact gradient of the same weights, same optimizer
+    python train_wm.py --arm wm_G64_codesigned_opt_triton                       an arm of the paper; explicit flags win over the arm's
+    python train_wm.py --list_arms                                              every tabulated arm, its flags and its published result
+
+A new arm: pass flags, or copy this file and edit it; the rule itself is in wm.py. Each run writes OUT/<run>.json and OUT/<run>.ckpt,
+where <run> is <arm>_d<depth>_seed<seed>, plus 8 hex digits when a flag that matters differs from the arm's.
+"""
+import dataclasses
+import json
+import math
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import common
+from common import UserError, flag
+from data import DEFAULT_STORE, BestFitBatches, evaluate_splits, open_store
+from model import GPT, GPTConfig
+from wm import Pipeline, Rule
+
+DIVERGED = 100.0   # a loss above this (nats) or NaN ends the run
+
+
+@dataclass(frozen=True)
+class Config(Rule):
+    """All flags of train_wm.py: the rule's (wm.Rule) and the run's; the defaults are the co-designed 4-matrix arm in regime d6."""
+    arm: str = flag("", "a named arm; its flags apply first (default: the arm that the other flags describe)")
+    regime: str = flag("d6", "the paper's two settings: d6, or native (8 layers, 2048-token rows, 16 micro-batches of 4)", choices=("d6", "native"))
+    depth: int = flag(6, "layers", low=1, high=1000)
+    head_dim: int = flag(64, "channels of an attention head", low=2, high=4096)
+    width: int = flag(0, "channels of the residual stream (the paper: 256 to 768); 0 is 64 x depth", low=0, high=2**20)
+    window_pattern: str = flag("L", "per layer, repeated: L sees the whole row, S half of it (the paper's runs: L)")
+    data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing")
+    seq_len: int = flag(256, "tokens in a row", low=1, high=2**20)
+    batch_size: int = flag(8, "rows in a micro-batch", low=1, high=2**20)
+    accum: int = flag(1, "micro-batches in a step", low=1, high=10**6)
+    steps: int = flag(360, "optimizer steps", low=1, high=10**9)
+    seed: int = flag(46, "seed of the weights and probes", low=0, high=2**63 - 1)
+    data_seed: int = flag(0, "seed of the data order", low=0, high=2**63 - 1)
+    eval_tokens: int = flag(262_144, "evaluate on this many tokens of each split; 0 is all of them", low=0, high=2**53)
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    dtype: str = flag("float32", "precision of the forward pass; probes and credit are float32 at least", choices=("float32", "bfloat16", "float64"))
+    threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
+    out: str = flag("results", "folder of results and checkpoints")
+    save_every: int = flag(100, "steps between checkpoints; 0 writes the last one only", low=0, high=10**9)
+    resume: bool = flag(False, "continue the run's checkpoint, bit for bit; starts anew where there is none")
+    force: bool = flag(False, "overwrite an existing result or checkpoint")
+
+
+REGIMES = {
+    "d6": {},
+    "native": dict(depth=8, head_dim=128, seq_len=2048, batch_size=4, accum=16, steps=100, wte_lr=0.015, ve_lr=0.015, wte_route="head", lm_beta1=0.5,
+                   lm_eps=1e-8, q_lr=0.068, lrm_min=0.5, adamw_anneal=False, packets="host", packet_dtype="bfloat16"),
+}
+# The paper prints these optimizers in part only; rates it does not print are the defaults of wm.Rule (AdamW on hidden matrices: 0.001)
+PAPER20 = dict(wte_lr=0.004, ve_lr=0.004, lrm_min=1.0)
+HEAD = dict(lm_beta1=0.5, lm_eps=1e-8)
+ADAMW = dict(PAPER20, **HEAD, hidden_opt="adamw", hidden_lr=0.001)
+CELLS = {"b05_eps1e8": dict(HEAD), "b09_eps1e8": dict(lm_beta1=0.9, lm_eps=1e-8), "b05_eps1e4": dict(lm_beta1=0.5, lm_eps=1e-4),
+         "b09_eps1e4": dict(lm_beta1=0.9, lm_eps=1e-4)}
+POOLS = {"entrywise": {}, "row_iso": dict(lm_pool="row_iso")}
+COUPLED = dict(active="qk", qk_probe="coupled")
+PLAIN_QK = dict(spherical=False, unit_rms_qk=False)
+WEAK_QK = dict(PLAIN_QK, q_lr=0.001, k_lr=0.001, k_beta=0.95)
+SAME_K = dict(k_lr=0.048, k_beta=0.95, gamma_k=0.0)
+TUNED_NP = dict(wte_lr=0.008, ve_lr=0.008, lrm_min=0.1)
+M8, M32 = dict(streams=1024), dict(streams=256)
+EXP29 = dict(PAPER20, regime="native", wte_lr=0.003, ve_lr=0.003, **HEAD)
+EXP43 = dict(regime="native", wte_lr=0.003, ve_lr=0.003)
+RAW = dict(tangent=False, project=False)
+
+ARMS = {  # name -> flags that differ from the defaults; the names are the WM paper's ("..." is how it abbreviates them)
+    "supplied_muon_adamw_backprop": dict(PAPER20, **HEAD, method="backprop", active="qk"),
+    "backprop_prepolar_muon_damped_lm_frozen_qk_control": dict(PAPER20, method="backprop", lm_pool="row_iso"),
+    "backprop_prepolar_muon_frozen_qk_control": dict(PAPER20, **HEAD, method="backprop"),
+    "backprop_adamw_frozen_qk_control": dict(ADAMW, method="backprop"),
+    "frozen_backbone_lm_head_only": dict(PAPER20, **HEAD, method="head_only"),
+    "pure_lexical_x0_skip_only_true_zero": dict(PAPER20, **HEAD, method="lexical_only"),
+    "causal_trace_wm_G2048_mismatched_origin_control": dict(ADAMW, method="mismatched_origin"),
+    **{f"causal_trace_wm_G{g}_centered{tail}": dict(ADAMW, clock="both_pre", streams=g, **more)
+       for g in (1, 64, 256) for tail, more in (("", {}), ("_scaleMg", dict(scale_factor=2048.0 / g)))},
+    "causal_trace_wm_G2048_wtrace1_tangent_explore": dict(ADAMW, clock="both_pre"),
+    **{f"d6_{name}_..._{pool}_{cell}": dict(PAPER20, **clock, **POOLS[pool], **CELLS[cell])
+       for name, clock in (("pre_install", dict(clock="stage2_pre")), ("strict_post_install", {})) for pool in POOLS for cell in CELLS},
+    **{f"d6_both_stages_pre_install_entrywise_{cell}": dict(PAPER20, clock="both_pre", **CELLS[cell]) for cell in CELLS},
+    "d6_pre_install_fp32_cache_triton_b05_eps1e8": dict(PAPER20, **HEAD, clock="stage2_pre"),
+    "d6_strict_post_install_fp32_cache_triton_b05_eps1e8": dict(PAPER20, **HEAD),
+    "d6_strict_post_install_fp32_cache_triton_b09_eps1e4": PAPER20,
+    "d6_pre_install_fp32_cache_entrywise_b05_eps1e8": dict(PAPER20, **HEAD, clock="stage2_pre", impl="torch"),
+    "d6_strict_post_install_fp32_cache_entrywise_b05_eps1e8": dict(PAPER20, **HEAD, impl="torch"),
+    "d6_strict_post_install_fp32_cache_entrywise_b09_eps1e4": dict(PAPER20, impl="torch"),
+    "d6_strict_post_install_internal_muon_colnorm_reader_b05_eps1e8": dict(PAPER20, **HEAD, reader="muon_colnorm"),
+    "d6_strict_post_install_internal_muon_colnorm_reader_b09_eps1e4": dict(PAPER20, reader="muon_colnorm"),
+    "d6_strict_post_install_head_adamw_frobnorm_reader_b05_eps1e8": dict(PAPER20, **HEAD, reader="adamw_frobnorm"),
+    "wm_G2048_paper20_opt_triton": PAPER20,
+    "wm_G2048_scale_embed_const_lr": dict(lrm_min=1.0),
+    "wm_G2048_scale_embed_lrm05": dict(lrm_min=0.5),
+    "wm_G2048_codesigned_opt_triton": {},
+    "wm_G2048_codesigned_per_head_temp_triton": dict(head_temp=True),
+    "wm_G2048_codesigned_active_q_snr_matched_triton": dict(WEAK_QK, active="q"),
+    "wm_G2048_codesigned_active_qk_snr_matched_triton": dict(WEAK_QK, **COUPLED, gamma_k=0.0),
+    "wm_G2048_codesigned_euclidean_active_q_matched_hp_triton": dict(PLAIN_QK, active="q"),
+    "wm_G2048_codesigned_unprojected_active_q_matched_hp_triton": dict(PLAIN_QK, active="q", tangent_qk=False),
+    "wm_G2048_codesigned_spherical_active_q_triton": dict(active="q"),
+    "wm_G2048_codesigned_spherical_active_k_triton": dict(SAME_K, active="k"),
+    "wm_G2048_codesigned_spherical_active_k_future_g098_triton": dict(SAME_K, active="k", gamma_k=0.98),
+    "wm_G2048_codesigned_spherical_active_qk_triton": dict(SAME_K, **COUPLED),
+    "wm_d6_6mat_coupled_qk_samepos_g000_lrk012_triton": dict(COUPLED, gamma_k=0.0),
+    "wm_d6_6mat_coupled_qk_future_g085_lrk012_triton": COUPLED,
+    "wm_d6_6mat_decoupled_qk_samepos_g000_lrk012_triton": dict(active="qk", gamma_k=0.0),
+    "wm_d6_6mat_multiplexed_qk_future_g098_lrk012_triton": dict(active="qk", qk_probe="multiplexed", gamma_k=0.98),
+    "wm_d6_6mat_decoupled_qk_future_g098_lrk012_triton": dict(active="qk", gamma_k=0.98),
+    "wm_d6_6mat_decoupled_qk_future_g085_lrk012_triton": dict(active="qk"),
+    "wm_d6_6mat_decoupled_qk_future_g085_m2_lrk012_triton": dict(active="qk", probes=2),
+    "wm_d6_6mat_decoupled_qk_future_g085_m2_rng_matched_lrk012_triton": dict(active="qk", probes=2),  # every probe has its own seed anyway
+    "dust_K16_tuned_fast": dict(TUNED_NP, method="sr_lnp"),
+    "dust_K16_matched_codesigned_opt": dict(method="sr_lnp"),
+    "backprop_d6_paper20_opt": dict(PAPER20, method="backprop"),
+    "backprop_d6_codesigned_opt": dict(method="backprop"),
+    "backprop_d6_5mat_active_q_codesigned": dict(method="backprop", active="q"),
+    "backprop_d6_6mat_active_qk_codesigned": dict(method="backprop", active="qk"),
+    "dust_K4_tuned_fast": dict(TUNED_NP, method="sr_lnp", draws=4),
+    "dust_K64_tuned_fast": dict(TUNED_NP, method="sr_lnp", draws=64),
+    "faithful_dust_K76_adam": dict(method="sr_np", draws=4, hidden_opt="adamw", hidden_lr=0.001),
+    "faithful_dust_K76_prepolar_muon": dict(method="sr_np", draws=4),
+    "wm_G64_codesigned_opt_triton": dict(streams=64),
+    "wm_G2048_codesigned_500steps_match_dustK16_time": dict(steps=500),
+    "wm_G2048_codesigned_720steps_half_dustK64_time": dict(steps=720),
+    **{f"width{w}_{name}": dict(width=w, **flags) for w in (256, 512, 768) for name, flags in (
+        ("dust_K16_tuned", dict(TUNED_NP, method="sr_lnp")), ("dust_K64_tuned", dict(TUNED_NP, method="sr_lnp", draws=64)),
+        ("wm_G2048_codesigned", {}), ("backprop_codesigned", dict(method="backprop")))},
+    "unrestricted_adamw_backprop": dict(ADAMW, regime="native", method="backprop", active="qk"),
+    "native50m_dust_K16_tuned_fast": dict(TUNED_NP, regime="native", method="sr_lnp"),
+    "native50m_true_delayed_construction_M8_adamw": dict(EXP29, hidden_opt="adamw", hidden_lr=0.001, clock="both_pre", **M8),
+    "native50m_wm_M8_bt_scaled_triton": dict(regime="native", wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4, **M8),
+    "native50m_wm_M8_codesigned_triton": dict(regime="native", wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4,
+                                              wte_lr=0.1, ve_lr=0.05, **M8),
+    "native50m_causal_trace_wm_M32_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="origin", **M32),
+    "native50m_causal_trace_wm_M8_unprojected_prepolar_muon": dict(EXP29, clock="origin", **RAW, **M8),
+    "native50m_true_delayed_construction_M8_unprojected_prepolar_muon": dict(EXP29, clock="both_pre", **RAW, **M8),
+    "native50m_causal_trace_wm_M8_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="origin", **M8),
+    "native50m_true_delayed_construction_M8_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="both_pre", **M8),
+    "native50m_strict_post_install_M8_unprojected_prepolar_muon": dict(EXP43, **RAW, **M8),
+    "native50m_strict_post_install_M8_filtered_v_tangent_prepolar_muon": dict(EXP43, **M8),
+    "native50m_strict_post_install_M8_exp32_exact_triton": dict(EXP43, packets="device", **M8),
+    "native50m_strict_post_install_M8_scaleMg8_triton": dict(EXP43, scale_factor=8.0, **M8),
+    "native50m_strict_post_install_M1_wte15e3_eps1e4_triton": dict(regime="native", lm_eps=1e-4),
+    "native50m_strict_post_install_M8_wte15e3_triton": dict(regime="native", packets="device", **M8),
+    "native50m_strict_post_install_M1_exp32_exact_triton": dict(EXP43, packets="device"),
+    "native50m_strict_post_install_M1_wte15e3_triton": dict(regime="native", packets="device"),
+    "native50m_strict_post_install_M1_wte15e3_spherical_active_q_triton": dict(regime="native", active="q"),
+    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_triton": dict(regime="native", active="qk"),
+    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton": dict(regime="native", active="qk", probes=2),
+}
+BOTH_REGIMES = ("supplied_muon_adamw_backprop", "frozen_backbone_lm_head_only", "pure_lexical_x0_skip_only_true_zero")  # with --regime native too
+NOT_IN_NAME = {"arm", "seed", "device", "threads", "out", "save_every", "resume", "force", "impl", "packets"}  # how and where a run is computed
+
+
+def flags_of(arm, regime=""):
+    """All flags of an arm, its regime's included."""
+    flags = ARMS.get(arm, {})
+    regime = regime or flags.get("regime", "d6")
+    return {**REGIMES[regime], **flags, "regime": regime}
+
+
+def science(config):
+    """The flags that can change a result, as a dict: a flag of a part that is off is left out, a path is spelled one way."""
+    wm, qk = config.method in ("wm", "mismatched_origin"), config.active != "none"
+    off = set() if wm and qk else {"qk_probe", "gamma_k", "probes", "unit_rms_qk", "tangent_qk"}
+    off |= set() if qk else {"spherical", "q_lr", "k_lr", "q_beta", "k_beta"}
+    off |= set() if config.method in ("sr_lnp", "sr_np") else {"draws"}
+    off |= set() if wm else {"clock", "streams", "scale_factor", "project", "tangent", "center", "wte_route", "filtered_v", "reader", "packet_dtype", "precision"}
+    flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IN_NAME | off}
+    return {**flags, "data": os.path.normpath(config.data), "width": width_of(config)}
+
+
+def width_of(config):
+    """Channels of the residual stream."""
+    return config.width or -(-64 * config.depth // config.head_dim) * config.head_dim
+
+
+def run_name(config):
+    """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
+    plain = science(Config(**flags_of(config.arm, config.regime)))
+    changed = {k: v for k, v in science(config).items() if v != plain.get(k)}
+    name = f"{config.arm}_d{config.depth}_seed{config.seed}"
+    return f"{name}-{common.config_hash(changed)}" if changed else name
+
+
+def parse(argv=None):
+    """Config from the command line: defaults, then the regime's flags, then the arm's, then explicit ones. None after --list_arms."""
+    parser = common.make_parser(__doc__)
+    common.add_flags(parser, Config)
+    parser.add_argument("--list_arms", "--list-arms", action="store_true", help="print name, flags and published result of every arm")
+    parser.add_argument("--json", action="store_true", help="with --list_arms: print JSON")
+    given = vars(parser.parse_args(argv))
+    as_json = given.pop("json", False)
+    if given.pop("list_arms", False):
+        if given:
+            raise UserError(f"--list_arms takes no other flag than --json, not --{next(iter(given))}")
+        return list_arms(as_json)
+    if as_json:
+        raise UserError("--json goes with --list_arms; results are always written as JSON")
+    arm, regime = given.get("arm", ""), given.get("regime", "")
+    if arm and arm not in ARMS:
+        raise UserError(f"--arm {arm} is unknown; --list_arms prints all {len(ARMS)}")
+    if regime and regime not in REGIMES:
+        raise UserError(f"--regime {regime} is unknown; choose one of {', '.join(REGIMES)}")
+    config = Config(**{**flags_of(arm, regime), **given})
+    common.check_bounds(config)
+    check(config)
+    if not arm:
+        tunable = set().union(*ARMS.values())
+        pick = lambda c: {k: v for k, v in science(c).items() if k in tunable}
+        same = [name for name in ARMS if pick(config) == pick(Config(**flags_of(name)))]
+        config = dataclasses.replace(config, arm=same[0] if same else "custom")
+    return config
+
+
+def check(config):
+    """Refuse what cannot run, with the reason."""
+    if not config.out or not config.data:
+        raise UserError("an empty --out or --data would mean the current folder; write . for it")
+    if config.eval_tokens == 1:
+        raise UserError("--eval_tokens 1 holds no byte to score (the first token begins a document); give more, or 0 for all")
+    if config.width % config.head_dim:
+        raise UserError(f"--width {config.width} is no multiple of --head_dim {config.head_dim}")
+    tokens = config.batch_size * config.seq_len
+    if config.streams and tokens % config.streams:
+        raise UserError(f"--streams {config.streams} does not divide the {tokens} tokens of a micro-batch")
+    comparator = config.method not in ("wm", "backprop", "mismatched_origin")
+    if comparator and (config.active != "none" or config.head_temp):
+        raise UserError(f"--method {config.method} has no rule for q, k or temperatures; drop --active and --head_temp")
+    if config.head_temp and config.active != "none":
+        raise UserError("--head_temp and --active are arms of their own in the paper; choose one")
+    if config.method != "wm" and config.reader != "live":
+        raise UserError(f"--reader {config.reader} belongs to --method wm")
+    if config.reader == "muon_colnorm" and config.hidden_opt != "muon":
+        raise UserError("--reader muon_colnorm reads Muon's momentum; use --hidden_opt muon")
+
+
+def list_arms(as_json=False):
+    """Print every arm: regime, flags and the published DEV bits per byte (mean and sd over seeds)."""
+    published = json.loads((common.ROOT / "published" / "wm.json").read_text())
+    scores = {(r["arm"], "native" if r["regime"] == "native50m" else "d6"): (r["dev_mean"], r["dev_sd"]) for r in published["runs"]}
+    rows = []
+    for name, flags in ARMS.items():
+        for regime in ("d6", "native") if name in BOTH_REGIMES else (flags.get("regime", "d6"),):
+            mean, sd = scores[name, regime]
+            rows.append({"arm": name, "regime": regime, "flags": flags, "published_dev_bpb": mean, "published_sd": sd})
+    if as_json:
+        return print(json.dumps(rows))
+    print(f"{'arm':82} {'regime':6} {'published':>16}  flags (published: DEV bits per byte, mean +- sd)")
+    for row in rows:
+        flags = " ".join(f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v}" for k, v in row["flags"].items() if k != "regime")
+        print(f"{row['arm']:82} {row['regime']:6} {row['published_dev_bpb']:.4f} +- {row['published_sd']:.4f}  {flags or '(the defaults)'}")
+
+
+def model_config(config, vocab_size):
+    """GPTConfig of a Config."""
+    width = width_of(config)
+    return GPTConfig(n_layer=config.depth, n_head=width // config.head_dim, n_embd=width, vocab_size=vocab_size, sequence_len=config.seq_len,
+                     window_pattern=config.window_pattern, qk_scale="head" if config.head_temp else "none")
+
+
+def build(config, vocab_size, device, rank=0, world=1):
+    """Pipeline (model and optimizer inside) of a Config, initialised, on the device."""
+    model = GPT(model_config(config, vocab_size)).init_weights(config.seed)
+    model = (model.double() if config.dtype == "float64" else model).to(device)
+    return Pipeline(model, config, config.seed, rank, world)
+
+
+def next_batches(batches, config, device, rank=0, world=1):
+    """This rank's share of a step's micro-batches: consecutive rows, so that streams and probes fall as in one process."""
+    share = config.batch_size // world
+    rows = slice(rank * share, (rank + 1) * share)
+    return [tuple(z[rows].to(device, non_blocking=True) for z in batches.next()) for _ in range(config.accum)]
+
+
+def save(path, config, store, pipeline, batches, done):
+    """Write a checkpoint after done["step"] steps, packets in flight included."""
+    common.save_checkpoint(path, {
+        "script": "train_wm.py", "config": dataclasses.asdict(config), "model_config": dataclasses.asdict(pipeline.model.cfg),
+        "data_digest": store.digest, "model": pipeline.model.state_dict(), "pipeline": pipeline.state_dict(), "batches": batches.state_dict(), **done})
+
+
+def restore(path, config, store, pipeline, batches):
+    """Load a checkpoint of the same run into pipeline and batches; returns what save() was given as `done`."""
+    saved = common.load_checkpoint(path, ("script", "config", "data_digest", "model", "pipeline", "batches", "step", "curve", "train_s"))
+    common.check_same_run(path, saved, "train_wm.py", science(config), store.digest, config.data)
+    with common.reading(path):
+        pipeline.model.load_state_dict(saved["model"])
+        pipeline.load_state_dict(saved["pipeline"])
+        batches.load_state_dict(saved["batches"])
+    return {k: saved[k] for k in ("step", "curve", "train_s")}
+
+
+def train(config):
+    """Train and evaluate one run; writes checkpoint and result JSON and returns the result record.
+
+    Under torchrun every rank calls this, and rank 0 writes. A run stopped by SIGINT or SIGTERM saves its checkpoint and returns status
+    "stopped" without a result file.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    run = run_name(config)
+    result, checkpoint = Path(config.out) / f"{run}.json", Path(config.out) / f"{run}.ckpt"
+    with common.ranks(config.device) as (rank, world, device), common.locked(result) if rank == 0 else nullcontext():
+        if config.batch_size % world or config.streams and config.streams % world:
+            raise UserError(f"--batch_size {config.batch_size} (and --streams) must split over {world} ranks; choose a multiple")
+        finished = common.claim(config, result, checkpoint) if rank == 0 else None
+        if rank == 0:
+            open_store(config.data)
+        common.wait_for_all(world)
+        if common.agree(finished is not None, world, device):
+            return finished or {"status": "finished elsewhere"}
+        record = _train(config, run, result, checkpoint, rank, world, device)
+        if rank == 0 and record["status"] != "stopped":
+            common.write_json(result, record)
+        return record
+
+
+def _train(config, run, result, checkpoint, rank, world, device):
+    store = open_store(config.data)
+    rule = dataclasses.replace(config, streams=config.streams // world)
+    pipeline = build(rule, store.vocab_size, device, rank, world)
+    batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
+    done = {"step": 0, "curve": [], "train_s": 0.0}
+    say = print if rank == 0 else lambda *a, **k: None
+    if config.force and not config.resume and rank == 0:  # only now: everything that a user can get wrong has been read
+        result.unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
+    if config.resume and checkpoint.exists():
+        done = restore(checkpoint, config, store, pipeline, batches)
+        say(f"resuming {run} at step {done['step']}")
+    autocast = common.autocast(device, getattr(torch, config.dtype))
+    tokens, params = config.batch_size * config.seq_len * config.accum, pipeline.model.num_params()
+    active = sum(p.numel() for stage in pipeline.active.values() for p in stage.values())
+    say(f"{run}: {active:,} of {params['total']:,} parameters active, {config.steps} steps of {tokens:,} tokens on {world} x {device.type}")
+    status = "finished"
+    with common.stop_requests() as stop, tqdm(total=config.steps, initial=done["step"], unit="step", disable=None if rank == 0 else True) as bar:
+        for step in range(done["step"], config.steps):
+            start = time.perf_counter()
+            loss = pipeline.step(step, config.steps, next_batches(batches, config, device, rank, world), autocast)
+            sums = torch.tensor([loss, float(bool(stop))], dtype=torch.float64, device=device if world > 1 else "cpu")
+            common.all_sum([sums], world)  # ranks agree on the loss, and on stopping
+            loss, stopping = sums[0].item() / world, sums[1].item() > 0
+            done["train_s"] += time.perf_counter() - start
+            done["curve"].append([step, loss])
+            done["step"] = step + 1
+            speed = f"loss {loss:.4f}, {tokens * (step + 1) / done['train_s']:,.0f} tok/s"
+            bar.set_postfix_str(speed, refresh=False)
+            bar.update()
+            if bar.disable and (step + 1) % max(1, config.steps // 10) == 0:
+                say(f"step {step + 1}/{config.steps}  {speed}", flush=True)
+            if not loss <= DIVERGED:
+                status = "diverged"
+                break
+            last = step + 1 == config.steps
+            if rank == 0 and (last or stopping or config.save_every and (step + 1) % config.save_every == 0):
+                save(checkpoint, config, store, pipeline, batches, done)
+            if stopping and not last:
+                say(f"stopped at step {step + 1}; --resume continues {checkpoint}")
+                status = "stopped"
+                break
+    metrics = {}
+    if status == "finished":
+        with autocast:
+            metrics = evaluate_splits(pipeline.model, store, config.batch_size, config.eval_tokens, device, rank, world)
+        if not math.isfinite(metrics["val_loss"] + metrics["heldout_loss"]):  # destroyed by its last update
+            status, metrics = "diverged", {}
+    return common.result_record(
+        script="train_wm.py", run=run, arm=config.arm, status=status,
+        config={**dataclasses.asdict(config), "data_digest": store.digest, "ranks": world},
+        depth=config.depth, width=pipeline.model.cfg.n_embd, seed=config.seed, params={**params, "active": active}, steps=done["step"],
+        tokens=done["step"] * tokens, metrics=metrics, curve=done["curve"],
+        timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"], "peak_mem_mib": common.peak_mem_mib(device)},
+        env=common.env_record(device))
+
+
+def main(argv=None):
+    config = parse(argv)
+    if config is None:
+        return 0
+    record = train(config)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if record["status"] == "stopped":
+        return 130
+    path = Path(config.out) / f"{record['run']}.json"
+    if record["status"] == "diverged":
+        print(f"diverged at step {record['steps']} (loss {record['curve'][-1][1]}); see {path}")
+        return 0
+    m, t = record["metrics"], record["timing"]
+    print(f"val {m['val_bpb']:.4f} bpb, held-out {m['heldout_bpb']:.4f} bpb "
+          f"({t['train_s']:.0f} s of training, {t['tok_per_s']:,.0f} tok/s, peak {t['peak_mem_mib']:,.0f} MiB); {path}")
+
+
+if __name__ == "__main__":
+    common.cli(main)

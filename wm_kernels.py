@@ -16,7 +16,11 @@
 Shapes: u [N, J] credit above, W [J, I] the weights that read the unit, dy [N, I] the unit's displacement, xi [N, I]. Everything runs without
 autograd. Sums over the vocabulary or the width never meet a tensor larger than [N, I].
 """
+from __future__ import annotations   # the kernels' annotations name tl, which is imported with the first launch
+
+import contextlib
 import functools
+import os
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +43,15 @@ def signs(rows, cols, seed, offset=0, device=None, dtype=torch.float32):
     Philox4x32-10 (Salmon et al., 2011) with the seed as its 64-bit key and (row, row >> 32, column // 128, 0) as its counter; bit k of
     its 128 output bits, low word first, is the sign of column k of the block, 1 meaning +1. So a row's signs depend on its number only.
     """
+    _check_seed(seed, offset)
+    if device is not None and torch.device(device).type == "cuda" and _has_triton():
+        return _launch_signs(rows, cols, seed, offset, device, dtype)
     return _expand(_philox_bytes(rows, cols, seed, offset, device), cols, dtype)
+
+
+def _check_seed(seed, offset):
+    if not 0 <= seed < 2**63 or offset < 0:
+        raise UserError(f"signs need 0 <= seed < 2^63 and offset >= 0, not {seed} and {offset}")
 
 
 def philox(counter, key):
@@ -57,8 +69,6 @@ def philox(counter, key):
 
 def _philox_bytes(rows, cols, seed, offset, device):
     """uint8 [rows, 16 * blocks]: the sign bits of the rows, low bit first."""
-    if not 0 <= seed < 2**63 or offset < 0:
-        raise UserError(f"signs need 0 <= seed < 2^63 and offset >= 0, not {seed} and {offset}")
     blocks = -(-cols // BLOCK)
     row = torch.arange(offset, offset + rows, device=device)[:, None].expand(rows, blocks)
     block = torch.arange(blocks, device=device).expand(rows, blocks)
@@ -128,6 +138,8 @@ def _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2):
     work = _check(u, dy, W, group, xi, out)
     if not sigma > 0:
         raise UserError(f"sigma {sigma}: a probe needs a size above 0")
+    if not isinstance(xi, torch.Tensor):
+        _check_seed(*xi)
     impl = _choose(impl, precision, u.device, work)
     if impl == "triton":
         return _launch(u, dy, W, group, scale, precision, xi, sigma, out, relu2)
@@ -186,6 +198,8 @@ def _choose(impl, precision, device, work):
     if impl == "triton":
         if not _has_triton():
             raise UserError("impl triton: triton is not installed (pip install triton, Linux only); use impl torch")
+        if device.type != "cuda" and not interpreted():
+            raise UserError(f"impl triton needs a CUDA device, not {device.type}; use impl torch")
         if work != torch.float32:
             raise UserError("impl triton works in float32; use impl torch for float64")
     allowed = {"torch": ("ieee", "bf16", "tf32") if device.type == "cuda" else ("ieee", "bf16"), "outer": ("ieee",), "triton": PRECISIONS}[impl]
@@ -229,6 +243,128 @@ def _outer(u, dy, W, group, scale, work):
 
 
 # ---- Triton ----
+# B: tile of BN rows, BI columns (BI divides BLOCK), BJ of the sum. Row numbers are 64-bit, and pointers advance by steps, so offsets cannot overflow.
+
+tl = None   # triton.language, once _kernels() has run
+
+
+def _tile_signs(seed, row, first, BI: tl.constexpr):
+    """signs() of the rows [BN] (int64) and BI columns from `first` on, a multiple of BI: float32 [BN, BI]."""
+    zero = (row * 0).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, (row & 0xFFFFFFFF).to(tl.uint32), (row >> 32).to(tl.uint32), zero + (first // 128).to(tl.uint32), zero)
+    k = (first % 128 + tl.arange(0, BI))[None, :]
+    word = tl.where(k < 32, w0[:, None], tl.where(k < 64, w1[:, None], tl.where(k < 96, w2[:, None], w3[:, None])))
+    return ((word >> (k % 32).to(tl.uint32)) & 1).to(tl.float32) * 2 - 1
+
+
+def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
+    """u @ W at rows [BN] and columns [BI], summed in float32."""
+    j = tl.arange(0, BJ).to(tl.int64)
+    step = tl.full((), BJ, tl.int64)
+    u_at, W_at = u + row[:, None] * su0 + j[None, :] * su1, W + j[:, None] * sw0 + col[None, :] * sw1
+    total = tl.zeros((BN, BI), tl.float32)
+    for first in range(0, J, BJ):
+        left = J - first
+        a = tl.load(u_at, mask=(row < N)[:, None] & (j < left)[None, :], other=0.0)
+        b = tl.load(W_at, mask=(j < left)[:, None] & (col < I)[None, :], other=0.0)
+        if PRECISION == "bf16":
+            total = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
+        elif a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16:   # their products are exact in float32
+            total = tl.dot(a, b, total)
+        else:
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
+        u_at += step * su1
+        W_at += step * sw0
+    return total
+
+
+def _tile_reward(u, dy, W, xi, row, first, N, J, I, seed, offset, sigma, su0, su1, sd0, sd1, sw0, sw1, sx0, sx1, XI: tl.constexpr,
+                 RELU2: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
+    """(dy * (u @ W), signs) of a tile; 0 outside. XI: none (no signs, 0) | tensor | seed."""
+    col = first + tl.arange(0, BI).to(tl.int64)
+    inside = (row < N)[:, None] & (col < I)[None, :]
+    product = _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION, BN, BI, BJ)
+    moved = tl.load(dy + row[:, None] * sd0 + col[None, :] * sd1, mask=inside, other=0.0).to(tl.float32)
+    if XI == "tensor":
+        sign = tl.load(xi + row[:, None] * sx0 + col[None, :] * sx1, mask=inside, other=0).to(tl.float32)
+    elif XI == "seed":
+        sign = _tile_signs(seed, row + offset, first, BI)
+    else:
+        sign = tl.zeros((BN, BI), tl.float32)
+    if RELU2:   # relu2_gain, times the sign
+        total = tl.maximum(moved + sigma * sign, 0.0, propagate_nan=tl.PropagateNan.ALL) + tl.maximum(moved, 0.0)
+        moved = tl.minimum(tl.maximum(moved + tl.maximum(sigma * sign, 0.0), 0.0), sigma) * total * sign
+    return product * moved, sign
+
+
+def _contract(u, dy, W, xi, out, N, J, I, seed: tl.int64, offset: tl.int64, mult, sigma, su0, su1, sd0, sd1, sw0, sw1, sx0, sx1, so0, so1,
+              GROUP: tl.constexpr, XI: tl.constexpr, RELU2: tl.constexpr, PRECISION: tl.constexpr,
+              BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
+    """out = the reward [N / GROUP, I] where XI is none, else the credit [N, I], times mult. A program has whole streams of one strip of columns:
+    BN rows of them when GROUP divides BN, else one stream, whose rows it goes through BN at a time."""
+    first = tl.program_id(1).to(tl.int64) * BI
+    col = first + tl.arange(0, BI)
+    lane = tl.arange(0, BN).to(tl.int64)
+    strip = out + col[None, :] * so1
+    if BN % GROUP == 0:
+        row = tl.program_id(0).to(tl.int64) * BN + lane
+        value, sign = _tile_reward(u, dy, W, xi, row, first, N, J, I, seed, offset, sigma, su0, su1, sd0, sd1, sw0, sw1, sx0, sx1,
+                                   XI, RELU2, PRECISION, BN, BI, BJ)
+        if GROUP > 1:
+            value = tl.sum(tl.reshape(value, (BN // GROUP, GROUP, BI)), 1)
+        if XI == "none":
+            g = tl.program_id(0).to(tl.int64) * (BN // GROUP) + tl.arange(0, BN // GROUP)
+            tl.store(strip + g[:, None] * so0, value * mult, mask=(g < N // GROUP)[:, None] & (col < I)[None, :])
+        else:
+            if GROUP > 1:
+                value = tl.reshape(tl.broadcast_to(value[:, None, :], (BN // GROUP, GROUP, BI)), (BN, BI))
+            tl.store(strip + row[:, None] * so0, value * sign * mult, mask=(row < N)[:, None] & (col < I)[None, :])
+    else:
+        start = tl.program_id(0).to(tl.int64) * GROUP
+        end = start + GROUP
+        total = tl.zeros((BI,), tl.float32)
+        for a in range(0, GROUP, BN):
+            value, _ = _tile_reward(u, dy, W, xi, start + a + lane, first, end, J, I, seed, offset, sigma, su0, su1, sd0, sd1, sw0, sw1,
+                                    sx0, sx1, XI, RELU2, PRECISION, BN, BI, BJ)
+            total += tl.sum(value, 0)
+        if XI == "none":
+            tl.store(out + tl.program_id(0).to(tl.int64) * so0 + col * so1, total * mult, mask=col < I)
+        else:
+            for a in range(0, GROUP, BN):
+                row = start + a + lane
+                inside = (row < end)[:, None] & (col < I)[None, :]
+                if XI == "seed":
+                    sign = _tile_signs(seed, row + offset, first, BI)
+                else:
+                    sign = tl.load(xi + row[:, None] * sx0 + col[None, :] * sx1, mask=inside, other=0).to(tl.float32)
+                tl.store(strip + row[:, None] * so0, total[None, :] * sign * mult, mask=inside)
+
+
+def _write_signs(out, N, I, seed: tl.int64, offset: tl.int64, so0, so1, BN: tl.constexpr, BI: tl.constexpr):
+    """signs() into out [N, I]."""
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    first = tl.program_id(1).to(tl.int64) * BI
+    col = first + tl.arange(0, BI)
+    tl.store(out + row[:, None] * so0 + col[None, :] * so1, _tile_signs(seed, row + offset, first, BI),
+             mask=(row < N)[:, None] & (col < I)[None, :])
+
+
+# BN, BI, BJ, warps, stages. The smallest, first, fits every chip and is the one the interpreter runs.
+TILES = ((16, 32, 32, 4, 2), (32, 64, 32, 4, 3), (64, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 128, 32, 8, 3), (128, 128, 32, 8, 3), (128, 128, 64, 8, 3))
+SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}   # bytes a block can have, by compute capability
+
+
+def tiles_for(shared, u_bytes, W_bytes):
+    """The rows of TILES whose stages of u and W fit into `shared` bytes."""
+    return [t for t in TILES if t[4] * t[2] * (t[0] * u_bytes + t[1] * W_bytes) <= shared]
+
+
+def _prune(configs, args, **_):
+    """Autotune only what fits the chip."""
+    shared = torch.cuda.get_device_properties(args["u"].device).shared_memory_per_block_optin
+    tiles = tiles_for(shared, args["u"].element_size(), args["W"].element_size())
+    return [c for c in configs if (c.kwargs["BN"], c.kwargs["BI"], c.kwargs["BJ"], c.num_warps, c.num_stages) in tiles]
+
 
 @functools.cache
 def _has_triton():
@@ -239,5 +375,57 @@ def _has_triton():
     return True
 
 
+@functools.cache
+def _kernels():
+    """(contraction, signs) as Triton kernels, the first one autotuned on a GPU."""
+    global tl
+    import triton
+    import triton.language as tl
+    jit = triton.jit(do_not_specialize=["seed", "offset"])
+    for helper in (_tile_signs, _tile_product, _tile_reward):
+        globals()[helper.__name__] = triton.jit(helper)
+    contract = jit(_contract)
+    if not interpreted():
+        configs = [triton.Config(dict(BN=n, BI=i, BJ=j), num_warps=w, num_stages=s) for n, i, j, w, s in TILES]
+        contract = triton.autotune(configs, key=["N", "J", "I", "GROUP", "XI", "RELU2", "PRECISION"],
+                                   prune_configs_by=dict(early_config_prune=_prune))(contract)
+    return contract, jit(_write_signs)
+
+
+def interpreted():
+    """Do Triton kernels run in its interpreter, on the CPU?"""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def _launch(u, dy, W, group, scale, precision, xi=None, sigma=1.0, out=None, relu2=False):
-    raise UserError("impl triton is not here yet; use impl torch")
+    """wm_reward (xi None) or a credit by the Triton kernel."""
+    N, I = dy.shape
+    if out is None:
+        out = torch.empty(N // group if xi is None else N, I, device=u.device)
+    if not out.numel():
+        return out
+    contract, _ = _kernels()
+    tensor = isinstance(xi, torch.Tensor)
+    seed, offset = (0, 0) if xi is None or tensor else xi
+    signs_at = xi if tensor else dy   # not read otherwise
+    args = (u, dy, W, signs_at, out, N, u.size(1), I, seed, offset, scale / group / sigma, sigma, *u.stride(), *dy.stride(), *W.stride(),
+            *signs_at.stride(), *out.stride())
+    flags = dict(GROUP=group, XI="none" if xi is None else "tensor" if tensor else "seed", RELU2=relu2, PRECISION=precision)
+    if interpreted():
+        flags.update(zip(("BN", "BI", "BJ"), TILES[0]))
+    with _on(u.device):
+        contract[lambda m: (-(-N // (m["BN"] if m["BN"] % group == 0 else group)), -(-I // m["BI"]))](*args, **flags)
+    return out
+
+
+def _launch_signs(rows, cols, seed, offset, device, dtype):
+    """signs() by the Triton kernel."""
+    out = torch.empty(rows, cols, device=device, dtype=dtype)
+    if out.numel():
+        with _on(out.device):
+            _kernels()[1][(-(-rows // 32), -(-cols // 128))](out, rows, cols, seed, offset, *out.stride(), BN=32, BI=128, num_warps=4)
+    return out
+
+
+def _on(device):
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

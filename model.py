@@ -1,5 +1,7 @@
 """The model: one GPT, one frozen GPTConfig; every variant is a flag of the config.
 
+Two presets: GPTConfig.backbone(depth) is the OE/WM model, GPTConfig.modern() the ablation model; every flag works on both.
+
     variant                 paper      what it does
     oe_m > 0                OE 2.1 A   four hashed bigram/trigram tables added to the token embedding before the first norm
     qk_scale full | masked  OE 2.1 B2  q <- q * exp(q_log) per head and rotary plane, after QK-norm; masked: not in layer 0, not in planes c < D/8
@@ -7,8 +9,17 @@
     wte_route separate      OE 2.1 B3  a second anchor x0_wte = norm(w) joins x0 in every layer
               shared                   the anchor is w / s_{w+e}(eps), with the denominator of x0
     out_skip                OE 2.1 B3  the anchors are added once more, before the final norm
+    norm rms_affine         ABL 1      RMSNorm with weights; layer: LayerNorm (with a bias where `bias` says so); rms has no parameters
+    pos learned             ABL 17     a vector per position is added to the embedding; none: no positions at all
+        alibi               ABL 20     logits minus slope_h * distance (Press et al. 2021)
+        hard_alibi                     the first half of the heads see 1, 2, 3, ... tokens, the rest everything (Jelassi et al. 2024)
+    ffn swiglu              ABL 1      c_proj(silu(c_gate(x)) * c_fc(x)); relu: c_proj(relu(c_fc(x)))
+        moe                 ABL 5-7    a linear router sends each token to the top k of E SwiGLU experts (Switch)
+    residual highway        ABL 2      x <- (1 - g) x + g f(norm(x)), g = sigmoid(gate(x)) per channel
+        highway_scalar      ABL 2, 16  the same with one g per token
+    history                 ABL 3      Neural History Compressor: in mid-stack x_t += c_proj(mean over s <= t of c_fc(norm(x_s)))
 
-Shapes: B batch, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size, L = n_layer. `w` is a token's row of wte, `e` its
+Shapes: B batch, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size, L = n_layer, E experts, F hidden width. `w` is a token's row of wte, `e` its
 concatenated rows of the hashed tables, x0 = norm(w + e).
 
 `python model.py` prints the parameter counts of the presets.
@@ -23,11 +34,18 @@ import torch.nn.functional as F
 from common import UserError, cli, derive_seed, make_parser
 
 VE_GATE_CHANNELS = 32            # the value-embedding gate reads this many channels of its input
+BALANCE_COEFFICIENT = 0.01       # of the routers' balance losses (ABL 5)
+HIGHWAY_BIAS = -2.0              # carry first, as in the Highway paper
+NORMAL_STD = 0.02                # of init "normal", as in GPT-2; no scaling by depth, which ABL 16 counts among what its recipe lacks
+FAST, SLOW = 0.9, 0.99           # averages of an expert's loss, for router_progress (ABL 5)
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Everything that shapes the model. Build one with GPTConfig.backbone(depth, ...). Illegal combinations raise UserError."""
+    """Everything that shapes the model; the defaults are the backbone's. Build one with backbone(depth, ...) or modern(...).
+
+    Combinations that cannot be, and flags that would do nothing, raise UserError.
+    """
     n_layer: int
     n_head: int
     n_embd: int
@@ -35,13 +53,32 @@ class GPTConfig:
     sequence_len: int = 2048
     window_pattern: str = "SSSL"   # per layer, repeated: L sees all of T, S the last T/2; the last layer is always L
     rope_base: float = 10_000.0
-    softcap: float = 15.0          # logits are softcap * tanh(z / softcap)
+    softcap: float = 15.0          # logits are softcap * tanh(z / softcap); 0: as they are
     ffn: str = "relu2"
     oe_m: int = 0                  # base modulus of the hashed tables; 0: no tables
     qk_scale: str = "none"
     wte_route: str = "fused"
     out_skip: bool = False
     shared_eps: float = 1e-6
+    norm: str = "rms"
+    pos: str = "rope"
+    attn: str = "softmax"
+    residual: str = "plain"
+    ffn_hidden: int = 0            # 0: int(8/3 C) with gates (swiglu, moe), 4C otherwise
+    history: bool = False
+    tie: bool = False              # the head is wte
+    bias: bool = False             # of the linear layers and of LayerNorm; gates and decays always have theirs
+    dropout: float = 0.0           # of embeddings, attention probabilities and what attention and feed-forward layers add
+    qk_norm: bool = True
+    embed_norm: bool = True        # x0 = norm(w + e), otherwise x0 = w + e
+    x0_skip: bool = True           # x <- resid_lambda x + x0_lambda x0 before every layer
+    value_embeds: bool = True
+    init: str = "uniform"          # the backbone's initial draws, or normal
+    moe_experts: int = 4
+    moe_top_k: int = 1
+    moe_expert_hidden: str = "full"   # an expert is as wide as the dense layer, or has its share of the width
+    moe_router: str = "learned"       # or frozen at its initial draw: no gradient, no balance loss
+    router_progress: float = 0.0      # strength of the bias towards experts whose tokens' loss falls
 
     @classmethod
     def backbone(cls, depth, head_dim=128, **kw):
@@ -51,26 +88,57 @@ class GPTConfig:
         n_head = -(-64 * depth // head_dim)
         return cls(n_layer=depth, n_head=n_head, n_embd=n_head * head_dim, **kw)
 
+    @classmethod
+    def modern(cls, **kw):
+        """The ablation model (ABL, SPEC 3): rotary, RMSNorm with weights, SwiGLU, tied head, dropout 0.2."""
+        return cls(**{**MODERN, **kw})
+
     def __post_init__(self):
-        for name, allowed in (("ffn", FFN), ("qk_scale", ("none", "full", "masked", "head")), ("wte_route", ROUTE)):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
-        if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
-            raise UserError(f"n_embd {self.n_embd} does not split into {self.n_head} heads of even width (rotary planes are pairs)")
-        if self.oe_m < 0 or self.oe_m and self.n_embd % 4:
-            raise UserError(f"oe_m {self.oe_m} with n_embd {self.n_embd}: oe_m must be 0 (off) or positive, and n_embd a multiple of 4")
-        if self.n_embd < VE_GATE_CHANNELS:
-            raise UserError(f"n_embd {self.n_embd} is below the {VE_GATE_CHANNELS} channels that the value-embedding gate reads")
+        if min(self.n_layer, self.n_head, self.n_embd, self.sequence_len, self.vocab_size) < 1:
+            raise UserError("n_layer, n_head, n_embd, sequence_len and vocab_size must be at least 1")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise UserError(f"window_pattern {self.window_pattern!r} must be made of S and L")
-        if self.sequence_len < 1 or self.vocab_size < 1:
-            raise UserError("sequence_len and vocab_size must be at least 1")
-        if not self.shared_eps > 0:
-            raise UserError(f"shared_eps {self.shared_eps} must be positive (the paper uses 1e-6 and 2^-23)")
+        for broken, reason in (*self._sizes(), *self._conflicts()):
+            if broken:
+                raise UserError(reason)
+
+    def _sizes(self):
+        """(is it broken?, what to say) of every number."""
+        moe = self.ffn == "moe"
+        yield self.n_embd % self.n_head, f"n_embd {self.n_embd} does not split into {self.n_head} heads"
+        yield (self.pos == "rope" and self.head_dim % 2,
+               f"n_embd {self.n_embd} does not split into {self.n_head} heads of even width (rotary planes are pairs)")
+        yield (self.oe_m < 0 or self.oe_m and self.n_embd % 4,
+               f"oe_m {self.oe_m} with n_embd {self.n_embd}: oe_m must be 0 (off) or positive, and n_embd a multiple of 4")
+        yield (self.value_embeds and self.n_embd < VE_GATE_CHANNELS,
+               f"n_embd {self.n_embd} is below the {VE_GATE_CHANNELS} channels that the value-embedding gate reads")
+        yield not self.shared_eps > 0, f"shared_eps {self.shared_eps} must be positive (the paper uses 1e-6 and 2^-23)"
+        yield not 0 <= self.dropout < 1, f"dropout {self.dropout} must be at least 0 and below 1"
+        yield self.ffn_hidden < 0, f"ffn_hidden {self.ffn_hidden} must be 0 (its own width) or positive"
+        yield moe and not 1 <= self.moe_top_k <= self.moe_experts, f"moe_top_k {self.moe_top_k} must be 1 to moe_experts {self.moe_experts}"
+        yield (moe and self.moe_expert_hidden == "split" and self.hidden % self.moe_experts,
+               f"the hidden width {self.hidden} does not split into {self.moe_experts} experts; set ffn_hidden to a multiple")
+
+    def _conflicts(self):
+        """(is it broken?, what to say) of every pair of flags."""
+        moe = {k: getattr(self, k) for k in MOE_DEFAULTS}
+        yield self.ffn != "moe" and moe != MOE_DEFAULTS, "moe_experts, moe_top_k, moe_expert_hidden, moe_router and router_progress need ffn moe"
+        yield self.router_progress and self.moe_experts == 1, "router_progress needs two experts to choose from"
+        yield (self.qk_scale in ("full", "masked") and self.pos != "rope",
+               f"qk_scale {self.qk_scale} scales rotary planes and needs pos rope; qk_scale head does not")
+        yield self.wte_route != "fused" and not (self.embed_norm and self.x0_skip), f"wte_route {self.wte_route} needs embed_norm and x0_skip"
 
     @property
     def head_dim(self):
         return self.n_embd // self.n_head
+
+    @property
+    def hidden(self):
+        """Hidden width of a dense feed-forward layer."""
+        return self.ffn_hidden or (8 * self.n_embd // 3 if self.ffn in ("swiglu", "moe") else 4 * self.n_embd)
 
     def window(self, i):
         """How far back layer i sees, in tokens: T (everything) or T/2."""
@@ -79,7 +147,7 @@ class GPTConfig:
 
     def has_value_embedding(self, i):
         """Every second layer, the last one included."""
-        return i % 2 == (self.n_layer - 1) % 2
+        return self.value_embeds and i % 2 == (self.n_layer - 1) % 2
 
 
 # ---- parts ----
@@ -87,6 +155,20 @@ class GPTConfig:
 def norm(x):
     """Parameter-free RMSNorm over the channels; eps None is the machine epsilon of the accumulation type, 2^-23 in float32."""
     return F.rms_norm(x, (x.size(-1),)).to(x.dtype)  # autocast may answer in float32
+
+
+class RMSNorm(nn.Module):
+    """norm() times a weight per channel."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.n_embd))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight).to(x.dtype)
+
+
+NORM = {"rms": lambda cfg: norm, "rms_affine": RMSNorm, "layer": lambda cfg: nn.LayerNorm(cfg.n_embd, bias=cfg.bias)}   # config -> (x -> x)
 
 
 def rotary_tables(length, head_dim, base, device=None):
@@ -103,16 +185,38 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
+def alibi_slopes(n_head):
+    """Slopes [H] of ALiBi: 2^(-8h/n), h = 1..n, for n the power of two up to H; the other heads take every second slope of 2n heads."""
+    n = 1 << (n_head.bit_length() - 1)
+    slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)] + [2 ** (-4 * h / n) for h in range(1, 2 * n, 2)]
+    return torch.tensor(slopes[:n_head])
+
+
+def alibi_bias(pos, n_head, age):
+    """What positions add to the logits, float32 [H, T, T], from age [T, T] (query minus key position); the future is up to the mask."""
+    if pos == "alibi":
+        return -alibi_slopes(n_head).to(age.device)[:, None, None] * age
+    reach = torch.arange(1, n_head + 1, device=age.device)[:, None, None].expand(-1, *age.shape)
+    hard = (reach <= n_head // 2) & (age >= reach)
+    return torch.zeros(hard.shape, device=age.device).masked_fill_(hard, -torch.inf)
+
+
+def dropout(cfg):
+    """The config's dropout layer; nothing at 0."""
+    return nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
+
+
 class Attention(nn.Module):
-    """Causal softmax attention with rotary, then QK-norm, an optional gain on q, a window, and optional value embeddings."""
+    """Causal softmax attention: rotary, then QK-norm, an optional gain on q, a window or a bias, and optional value embeddings."""
 
     def __init__(self, cfg, i):
         super().__init__()
         self.n_head, self.head_dim, self.window = cfg.n_head, cfg.head_dim, cfg.window(i)
-        self.c_q = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
-        self.c_k = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
-        self.c_v = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
-        self.c_proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.qk_norm, self.p_drop, self.drop = cfg.qk_norm, cfg.dropout, dropout(cfg)
+        self.c_q = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.c_k = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.c_v = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.c_proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
         self.ve_gate = nn.Linear(VE_GATE_CHANNELS, cfg.n_head, bias=False) if cfg.has_value_embedding(i) else None
         planes = 1 if cfg.qk_scale == "head" else cfg.head_dim // 2
         self.q_log = nn.Parameter(torch.zeros(cfg.n_head, planes)) if cfg.qk_scale != "none" else None
@@ -124,6 +228,20 @@ class Attention(nn.Module):
         log = self.q_log if self.q_mask is None else self.q_log * self.q_mask
         return log.exp().repeat(1, 2 if log.size(1) > 1 else 1)
 
+    def mix(self, x, q, k, v, cos, sin, mask):
+        """(y [B, T, H, D], what the trace shows of q and k) from q, k, v [B, T, H, D]."""
+        if cos is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.qk_norm:
+            q, k = norm(q), norm(k)
+        if self.q_log is not None:
+            q = q * self.q_gain().to(q.dtype)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), attn_mask=mask, is_causal=mask is None,
+                                           dropout_p=self.p_drop if self.training else 0.0)
+        return y.transpose(1, 2), dict(q=q, k=k)
+
     def forward(self, x, ve, cos, sin, mask, trace=None):
         B, T, C = x.shape
         q, k, v = (f(x).view(B, T, self.n_head, self.head_dim) for f in (self.c_q, self.c_k, self.c_v))
@@ -131,45 +249,181 @@ class Attention(nn.Module):
         if ve is not None:
             gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))         # [B, T, H]
             v = v + gate.unsqueeze(-1) * ve.view(B, T, self.n_head, self.head_dim)
-        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
-        if self.q_log is not None:
-            q = q * self.q_gain().to(q.dtype)
-        y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), attn_mask=mask, is_causal=mask is None)
-        y = y.transpose(1, 2).reshape(B, T, C)
+        y, seen = self.mix(x, q, k, v, cos, sin, mask)
+        y = y.reshape(B, T, C)
         if trace is not None:
-            trace.update(attn_in=x, q=q, k=k, v=v, gate=gate, y=y)
-        return self.c_proj(y)
+            trace.update(attn_in=x, v=v, gate=gate, y=y, **seen)
+        return self.drop(self.c_proj(y))
 
 
-class ReLU2(nn.Module):
-    """The backbone's feed-forward layer: c_proj(relu(c_fc(x))^2), hidden width 4C."""
+ATTN = {"softmax": Attention}    # config, layer -> module (x [B, T, C], ve, cos, sin, mask, trace) -> [B, T, C]
 
-    def __init__(self, cfg):
+
+# ---- feed-forward layers: config -> module (x [B, T, C], trace) -> [B, T, C] ----
+
+class MLP(nn.Module):
+    """c_proj(act(c_fc(x))); the backbone's act is relu^2."""
+
+    def __init__(self, cfg, act):
         super().__init__()
-        self.c_fc = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=False)
+        self.act, self.drop = act, dropout(cfg)
+        self.c_fc = nn.Linear(cfg.n_embd, cfg.hidden, bias=cfg.bias)
+        self.c_proj = nn.Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x, trace=None):
         a = self.c_fc(x)
-        h = F.relu(a).square()
+        h = self.act(a)
         if trace is not None:
             trace.update(mlp_in=x, pre=a, hidden=h)
-        return self.c_proj(h)
+        return self.drop(self.c_proj(h))
 
 
-FFN = {"relu2": ReLU2}           # every value: config -> module (x [B, T, C], trace) -> [B, T, C]
+def relu2(x):
+    return F.relu(x).square()
+
+
+class SwiGLU(nn.Module):
+    """c_proj(silu(c_gate(x)) * c_fc(x))."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.drop = dropout(cfg)
+        self.c_fc = nn.Linear(cfg.n_embd, cfg.hidden, bias=cfg.bias)
+        self.c_gate = nn.Linear(cfg.n_embd, cfg.hidden, bias=cfg.bias)
+        self.c_proj = nn.Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias)
+
+    def forward(self, x, trace=None):
+        a = self.c_fc(x)
+        h = F.silu(self.c_gate(x)) * a
+        if trace is not None:
+            trace.update(mlp_in=x, pre=a, hidden=h)
+        return self.drop(self.c_proj(h))
+
+
+class Experts(nn.Module):
+    """E linear layers in one tensor [E, out, in]."""
+
+    def __init__(self, n, n_in, n_out, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n, n_out, n_in))
+        self.bias = nn.Parameter(torch.empty(n, n_out)) if bias else None
+
+    def forward(self, x, e):
+        return F.linear(x, self.weight[e], None if self.bias is None else self.bias[e])
+
+
+class MoE(nn.Module):
+    """A token's k most probable of E SwiGLU experts, each weighted by its probability, which is not renormalised (Switch; ABL 5-7).
+
+    After a training forward `balance` holds the Switch loss E sum_e f_e P_e: f_e the share of the assignments, P_e the mean probability.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        n, width = cfg.moe_experts, cfg.hidden // (cfg.moe_experts if cfg.moe_expert_hidden == "split" else 1)
+        self.n_experts, self.top_k, self.frozen, self.strength = n, cfg.moe_top_k, cfg.moe_router == "frozen", cfg.router_progress
+        self.drop, self.balance, self.chosen = dropout(cfg), None, None
+        self.router = nn.Linear(cfg.n_embd, n, bias=False)
+        self.router.weight.requires_grad_(not self.frozen)
+        self.c_fc = Experts(n, cfg.n_embd, width, cfg.bias)
+        self.c_gate = Experts(n, cfg.n_embd, width, cfg.bias)
+        self.c_proj = Experts(n, width, cfg.n_embd, cfg.bias)
+        # mean nats of the tokens sent to an expert: fast and slow averages, and whether there are any yet
+        self.register_buffer("averages", torch.zeros(3, n) if self.strength else None)
+
+    def bias(self):
+        """[E]: slow minus fast average of an expert's loss, standardised over the experts, times the strength (ABL 5)."""
+        fast, slow, seen = self.averages
+        falling = (slow - fast) * seen
+        return self.strength * (falling - falling.mean()) / (falling.std(correction=0) + 1e-8)
+
+    @torch.no_grad()
+    def observe(self, nats, counts):
+        """Update the averages with the losses nats [B, T] of the tokens of the last forward pass, where counts [B, T] is true."""
+        chosen, dtype = self.chosen.flatten(), self.averages.dtype
+        each, kept = (z.reshape(-1, 1).expand(-1, self.top_k).flatten().to(dtype) for z in (nats, counts))
+        count = torch.zeros_like(self.averages[0]).index_add_(0, chosen, kept)
+        mean = torch.zeros_like(count).index_add_(0, chosen, each * kept) / count.clamp_min(1)
+        fast, slow, seen = self.averages
+        for average, decay in ((fast, FAST), (slow, SLOW)):
+            average.copy_(torch.where(count > 0, torch.where(seen > 0, decay * average + (1 - decay) * mean, mean), average))
+        seen.copy_(seen.maximum((count > 0).to(seen.dtype)))
+
+    def forward(self, x, trace=None):
+        flat = x.reshape(-1, x.size(-1))                                      # [N, C]
+        logits = self.router(flat)
+        p = torch.softmax(logits if self.averages is None else logits + self.bias(), dim=-1)     # [N, E]
+        weight, self.chosen = p.topk(self.top_k, dim=-1)                      # [N, k]
+        count = torch.bincount(self.chosen.flatten(), minlength=self.n_experts)
+        if self.training and not self.frozen:
+            self.balance = self.n_experts * (count / self.chosen.numel() * p.mean(0)).sum()
+        order = self.chosen.flatten().argsort(stable=True)                    # assignments, expert by expert
+        rows = order // self.top_k
+        parts = flat.index_select(0, rows).split(count.tolist())
+        y = torch.cat([self.c_proj(F.silu(self.c_gate(part, e)) * self.c_fc(part, e), e) for e, part in enumerate(parts)])
+        y = torch.zeros_like(flat, dtype=y.dtype).index_add(0, rows, y * weight.flatten()[order].unsqueeze(1).to(y.dtype))
+        if trace is not None:
+            trace.update(mlp_in=x, router=p.view(*x.shape[:-1], -1), chosen=self.chosen.view(*x.shape[:-1], -1))
+        return self.drop(y.view(x.shape))
+
+
+FFN = {"relu2": lambda cfg: MLP(cfg, relu2), "relu": lambda cfg: MLP(cfg, F.relu), "swiglu": SwiGLU, "moe": MoE}
+
+
+# ---- residual connections: config -> module (x, f(norm(x))) -> new x ----
+
+class Plain(nn.Module):
+    """x + y."""
+
+    def __init__(self, cfg):
+        super().__init__()
+
+    def forward(self, x, y):
+        return x + y
+
+
+class Highway(nn.Module):
+    """(1 - g) x + g y, g = sigmoid(gate(x)) per channel, or one per token (Srivastava et al. 2015; ABL 2)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.gate = nn.Linear(cfg.n_embd, 1 if cfg.residual == "highway_scalar" else cfg.n_embd)
+
+    def forward(self, x, y):
+        return torch.lerp(x, y.to(x.dtype), torch.sigmoid(self.gate(x)).to(x.dtype))
+
+
+RESID = {"plain": Plain, "highway": Highway, "highway_scalar": Highway}
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then pre-norm feed-forward, each added to the residual stream."""
+    """Pre-norm attention, then pre-norm feed-forward, each joined to the residual stream."""
 
     def __init__(self, cfg, i):
         super().__init__()
-        self.attn, self.ffn = Attention(cfg, i), FFN[cfg.ffn](cfg)
+        self.attn, self.ffn = ATTN[cfg.attn](cfg, i), FFN[cfg.ffn](cfg)
+        self.norm_attn, self.norm_ffn = NORM[cfg.norm](cfg), NORM[cfg.norm](cfg)
+        self.mix_attn, self.mix_ffn = RESID[cfg.residual](cfg), RESID[cfg.residual](cfg)
 
     def forward(self, x, ve, cos, sin, mask, trace=None):
-        x = x + self.attn(norm(x), ve, cos, sin, mask, trace)
-        return x + self.ffn(norm(x), trace)
+        x = self.mix_attn(x, self.attn(self.norm_attn(x), ve, cos, sin, mask, trace))
+        return self.mix_ffn(x, self.ffn(self.norm_ffn(x), trace))
+
+
+class HistoryCompressor(nn.Module):
+    """x_t + c_proj(mean over s <= t of c_fc(norm(x_s))), C -> C/4 -> C: the causal summary in mid-stack (Schmidhuber 1992; ABL 3)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        width = -(-cfg.n_embd // 4)
+        self.norm, self.drop = NORM[cfg.norm](cfg), dropout(cfg)
+        self.c_fc = nn.Linear(cfg.n_embd, width, bias=cfg.bias)
+        self.c_proj = nn.Linear(width, cfg.n_embd, bias=cfg.bias)
+
+    def forward(self, x):
+        h = self.c_fc(self.norm(x)).cumsum(1)
+        h = h / torch.arange(1, x.size(1) + 1, device=x.device, dtype=h.dtype).unsqueeze(1)
+        return x + self.drop(self.c_proj(h))
 
 
 # ---- hashed n-gram tables (OE 2.1, family A) ----
@@ -218,6 +472,14 @@ def _shared_denominator(w, u, eps):
 
 
 ROUTE = {"fused": lambda w, u, eps: None, "separate": lambda w, u, eps: norm(w), "shared": _shared_denominator}
+
+
+CHOICES = {"ffn": FFN, "qk_scale": ("none", "full", "masked", "head"), "wte_route": ROUTE, "norm": NORM, "attn": ATTN, "residual": RESID,
+           "pos": ("rope", "learned", "none", "alibi", "hard_alibi"), "init": ("uniform", "normal"),
+           "moe_expert_hidden": ("full", "split"), "moe_router": ("learned", "frozen")}
+MOE_DEFAULTS = dict(moe_experts=4, moe_top_k=1, moe_expert_hidden="full", moe_router="learned", router_progress=0.0)
+MODERN = dict(n_layer=4, n_head=6, n_embd=192, sequence_len=128, window_pattern="L", softcap=0.0, ffn="swiglu", norm="rms_affine", tie=True,
+              dropout=0.2, qk_norm=False, embed_norm=False, x0_skip=False, value_embeds=False, init="normal")
 
 
 # ---- head and loss ----
@@ -282,11 +544,12 @@ class _ChunkedLoss(torch.autograd.Function):
         return None if dx is None else dx * up.to(dx.dtype), None if dw is None else dw * up.to(dw.dtype), None, None, None, None
 
 
-def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None):
+def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None, with_nats=False):
     """Cross-entropy of capped logits that never holds more than `chunk` tokens x V logits, in training too.
 
     x [..., C], weight [V, C], targets [...] int64 with -1 ignored. reduction: mean (over the targets that count), sum, or none
-    ([...] nats, 0 where ignored). Equal to plain_loss; a test compares values and gradients in float64.
+    ([...] nats, 0 where ignored). with_nats: (loss, detached nats [...]). Equal to plain_loss; a test compares values and gradients in
+    float64.
     """
     flat, y = x.reshape(-1, x.size(-1)), targets.reshape(-1)
     if not torch.is_grad_enabled():
@@ -297,11 +560,14 @@ def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None):
         from torch.utils.checkpoint import checkpoint
         parts = [checkpoint(plain_loss, flat[i:i + chunk], weight, y[i:i + chunk], softcap, "none", use_reentrant=False)
                  for i in range(0, len(flat), chunk)]
-        return torch.cat(parts).view(targets.shape)
+        loss = torch.cat(parts).view(targets.shape)
+        return (loss, loss.detach()) if with_nats else loss
     n = (y >= 0).sum() if reduction == "mean" else torch.ones((), device=x.device)
     scale = (1 / n.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)).expand(len(flat))
     total, nats = _ChunkedLoss.apply(flat, weight, y, softcap, scale, chunk)
-    return nats.view(targets.shape) if reduction == "none" else total
+    nats = nats.view(targets.shape)
+    loss = nats if reduction == "none" else total
+    return (loss, nats.detach()) if with_nats else loss
 
 
 # ---- the model ----
@@ -316,9 +582,14 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(cfg.vocab_size, cfg.n_embd)
                                            for i in range(cfg.n_layer) if cfg.has_value_embedding(i)})
         self.blocks = nn.ModuleList([Block(cfg, i) for i in range(cfg.n_layer)])
+        self.norm, self.drop = NORM[cfg.norm](cfg), dropout(cfg)
         self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
-        self.resid_lambdas = nn.Parameter(torch.ones(cfg.n_layer))
-        self.x0_lambdas = nn.Parameter(torch.full((cfg.n_layer,), 0.1))
+        if cfg.tie:
+            self.lm_head.weight = self.wte.weight
+        self.wpe = nn.Embedding(cfg.sequence_len, cfg.n_embd) if cfg.pos == "learned" else None
+        self.history = HistoryCompressor(cfg) if cfg.history else None
+        self.resid_lambdas = nn.Parameter(torch.ones(cfg.n_layer)) if cfg.x0_skip else None
+        self.x0_lambdas = nn.Parameter(torch.full((cfg.n_layer,), 0.1)) if cfg.x0_skip else None
         self.oe_tables, self.wte_lambdas, self.out_lambdas = None, None, None
         if cfg.oe_m:
             self.oe_tables = nn.ParameterList([torch.zeros(cfg.oe_m + 2 * j, cfg.n_embd // 4) for j in range(4)])
@@ -326,7 +597,7 @@ class GPT(nn.Module):
             self.wte_lambdas = nn.Parameter(torch.zeros(cfg.n_layer))
         if cfg.out_skip:
             self.out_lambdas = nn.Parameter(torch.zeros(1 if cfg.wte_route == "fused" else 2))
-        cos, sin = rotary_tables(cfg.sequence_len, cfg.head_dim, cfg.rope_base)
+        cos, sin = rotary_tables(cfg.sequence_len, cfg.head_dim, cfg.rope_base) if cfg.pos == "rope" else (None, None)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -334,32 +605,45 @@ class GPT(nn.Module):
         """Yield (name, role, parameter) for every parameter once; the optimizer's groups and the initial draws go by role."""
         for name, p in self.named_parameters():
             top, leaf = name.split(".")[0], name.split(".")[-1]
-            if top in ("wte", "value_embeds", "lm_head", "resid_lambdas", "x0_lambdas", "wte_lambdas", "out_lambdas"):
+            if top in ("wte", "wpe", "value_embeds", "lm_head", "resid_lambdas", "x0_lambdas", "wte_lambdas", "out_lambdas"):
                 role = top
             elif top == "oe_tables":
                 role = "oe"
-            elif top == "blocks":
-                role = "q_log" if leaf == "q_log" else "matrix"
+            elif top in ("blocks", "history", "norm"):
+                role = "q_log" if leaf == "q_log" else "matrix" if leaf == "weight" and p.ndim > 1 else "vector"
             else:
                 raise KeyError(f"parameter {name} has no role")
             yield name, role, p
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Draw every tensor from a generator seeded with (seed, its own name), on the CPU in float32: two variants share what they share."""
-        bound = (3 / self.cfg.n_embd) ** 0.5
+        """Draw every tensor from a generator seeded with (seed, its own name), on the CPU in float32: two variants share what they share.
+
+        uniform: wte N(0, 1), head N(0, 0.001^2), matrices and value embeddings U(-s, s) with s = sqrt(3/C), projections and value-embedding
+        gates 0. normal: all of these N(0, 0.02^2). Both: routers, highway gates, decays, betas and positions N(0, 0.02^2), norms 1, biases 0.
+        The first of E experts starts as the dense layer would.
+        """
         for name, role, p in self.roles():
             gen = torch.Generator().manual_seed(derive_seed(seed, name))
-            if role == "wte":
-                value = torch.randn(p.shape, generator=gen)
-            elif role == "lm_head":
-                value = torch.randn(p.shape, generator=gen) * 0.001
-            elif role == "value_embeds" or role == "matrix" and "c_proj" not in name and "ve_gate" not in name:
-                value = torch.rand(p.shape, generator=gen) * (2 * bound) - bound
-            else:  # projections and gates start at 0; the lambdas at 1 and 0.1
-                value = torch.full(p.shape, {"resid_lambdas": 1.0, "x0_lambdas": 0.1}.get(role, 0.0))
+            # E experts are drawn one after another
+            value = torch.stack([self._draw(name, role, p.shape[1:], gen) for _ in p]) if p.ndim > 2 else self._draw(name, role, p.shape, gen)
             p.copy_(value)
         return self
+
+    def _draw(self, name, role, shape, gen):
+        owner, leaf = ("." + name).split(".")[-2:]
+        if role == "vector":
+            return torch.full(shape, 1.0 if "norm" in owner and leaf == "weight" else HIGHWAY_BIAS if owner == "gate" else 0.0)
+        if role not in ("wte", "wpe", "lm_head", "value_embeds", "matrix"):   # lambdas, q gains, hashed tables
+            return torch.full(shape, {"resid_lambdas": 1.0, "x0_lambdas": 0.1}.get(role, 0.0))
+        if self.cfg.init == "normal" or role == "wpe" or owner in ("router", "gate", "c_beta", "c_decay"):
+            return torch.randn(shape, generator=gen) * NORMAL_STD
+        if role in ("wte", "lm_head"):
+            return torch.randn(shape, generator=gen) * (0.001 if role == "lm_head" else 1)
+        if "c_proj" in name or "ve_gate" in name:
+            return torch.zeros(shape)
+        bound = (3 / self.cfg.n_embd) ** 0.5
+        return torch.rand(shape, generator=gen) * (2 * bound) - bound
 
     def set_dtype(self, dtype):
         """Precision of a run: bfloat16 keeps the token, value and hashed tables in it and the rest in float32; float64 is all float64."""
@@ -378,23 +662,31 @@ class GPT(nn.Module):
         return {**count, "total": sum(count.values())}
 
     def _masks(self, T, device):
-        """Boolean [T, T] attention masks by window; None where plain causal attention says the same."""
-        masks = {}
+        """Boolean [T, T] attention masks by window, or float [H, T, T] ones with ALiBi; None where plain causal attention says the same."""
+        masks, biased = {}, self.cfg.pos in ("alibi", "hard_alibi")
         for window in {block.attn.window for block in self.blocks}:
             age = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)
-            masks[window] = None if window >= T - 1 else (age >= 0) & (age <= window)
+            masks[window] = None if window >= T - 1 and not biased else (age >= 0) & (age <= window)
+            if biased:
+                masks[window] = alibi_bias(self.cfg.pos, self.cfg.n_head, age).masked_fill_(~masks[window], -torch.inf)
         return masks
 
     def trunk(self, idx, w, e, trace=None):
         """From embedding rows w (and hashed rows e, or None), all [B, T, C], to the state before the final norm."""
         cfg, T = self.cfg, idx.size(1)
-        cos, sin, masks = self.cos[:T], self.sin[:T], self._masks(T, idx.device)
+        cos, sin = (None, None) if self.cos is None else (self.cos[:T], self.sin[:T])
+        masks = self._masks(T, idx.device)
         u = w if e is None else w + e
-        x = x0 = norm(u)
+        if self.wpe is not None:
+            u = u + self.wpe.weight[:T]
+        x = x0 = self.drop(norm(u) if cfg.embed_norm else u)
         anchor = ROUTE[cfg.wte_route](w, u, cfg.shared_eps)
         layers = [] if trace is None else trace.setdefault("layers", [{} for _ in self.blocks])
         for i, block in enumerate(self.blocks):
-            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            if self.history is not None and i == cfg.n_layer // 2:
+                x = self.history(x)
+            if self.x0_lambdas is not None:
+                x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             if anchor is not None:
                 x = x + self.wte_lambdas[i] * anchor
             ve = self.value_embeds[str(i)](idx) if cfg.has_value_embedding(i) else None
@@ -409,24 +701,36 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean", trace=None):
         """Logits [B, T, V] (float32) of token ids idx [B, T], or with targets [B, T] (-1 ignored) the loss in nats.
 
-        reduction: mean | sum (scalar), none ([B, T], 0 where ignored). A dict given as `trace` receives what the delayed rules
-        read: wte, oe, x0, anchor, x_L, x_final, logits, and per layer attn_in, q, k (after norm and gain), v, gate, y, mlp_in, pre,
-        hidden. ValueError when a row is longer than config.sequence_len.
+        reduction: mean | sum (scalar), none ([B, T], 0 where ignored). While training, mean includes the routers' balance losses. A dict
+        given as `trace` receives what the delayed rules read: wte, oe, x0, anchor, x_L, x_final, logits, and per layer attn_in, q, k (after
+        norm and gain), v, gate, y, mlp_in, pre, hidden. ValueError when a row is longer than config.sequence_len.
         """
         if idx.size(1) > self.cfg.sequence_len:
             raise ValueError(f"{idx.size(1)} tokens in a row, but the model was built for {self.cfg.sequence_len}")
         e = None
         if self.oe_tables is not None:
             e = oe_lookup(self.oe_tables, oe_ids(idx, self.cfg.oe_m, self.cfg.vocab_size))
-        x = self.trunk(idx, self.wte(idx), e, trace)
-        x_final = norm(x)
+        x_final = self.norm(self.trunk(idx, self.wte(idx), e, trace))
         if trace is not None or targets is None:
             logits = capped_logits(x_final, self.lm_head.weight, self.cfg.softcap)
             if trace is not None:
                 trace.update(x_final=x_final, logits=logits)
             if targets is None:
                 return logits
-        return chunked_loss(x_final, self.lm_head.weight, targets, self.cfg.softcap, reduction)
+        if self.cfg.ffn != "moe" or not self.training:
+            return chunked_loss(x_final, self.lm_head.weight, targets, self.cfg.softcap, reduction)
+        loss, nats = chunked_loss(x_final, self.lm_head.weight, targets, self.cfg.softcap, reduction, with_nats=True)
+        return self._moe_loss(loss, nats, targets >= 0, reduction)
+
+    def _moe_loss(self, loss, nats, counts, reduction):
+        """The loss with the routers' balance losses (mean only); the experts' averages see the nats."""
+        for ffn in (block.ffn for block in self.blocks):
+            if reduction == "mean" and ffn.balance is not None:
+                loss = loss + BALANCE_COEFFICIENT * ffn.balance
+            if ffn.averages is not None:
+                ffn.observe(nats, counts)
+            ffn.balance = None  # the graph ends with the step
+        return loss
 
 
 PRESETS = {  # what `python model.py` counts
@@ -437,6 +741,10 @@ PRESETS = {  # what `python model.py` counts
     "depth 6 + OE + q scale + route + skip": dict(depth=6, oe_m=150_855, qk_scale="full", wte_route="separate", out_skip=True),
     "depth 8 + OE + q scale + route + skip": dict(depth=8, oe_m=150_855, qk_scale="full", wte_route="separate", out_skip=True),
     "laptop (depth 4, head_dim 64)": dict(depth=4, head_dim=64),
+    "modern": {}, "modern, 384d, 6 layers": dict(n_embd=384, n_layer=6), "modern, 32 layers": dict(n_layer=32),
+    "baseline (nanoGPT)": dict(norm="layer", pos="learned", ffn="relu", tie=False, bias=True),
+    "highway": dict(residual="highway"), "highway_scalar": dict(residual="highway_scalar"), "history": dict(history=True),
+    "moe": dict(ffn="moe"), "moe_matched": dict(ffn="moe", moe_expert_hidden="split"), "pos": dict(pos="learned"),
 }
 
 
@@ -444,7 +752,7 @@ def main(argv=None):
     make_parser(__doc__).parse_args(argv)
     print(f"{'preset':40} {'width':>5} {'heads':>5} {'backbone':>12} {'oe':>12} {'total':>12}")
     for name, kw in PRESETS.items():
-        cfg = GPTConfig.backbone(**kw)
+        cfg = GPTConfig.backbone(**kw) if "depth" in kw else GPTConfig.modern(**kw)
         with torch.device("meta"):
             n = GPT(cfg).num_params()
         print(f"{name:40} {cfg.n_embd:5} {cfg.n_head:5} {n['backbone']:12,} {n['oe']:12,} {n['total']:12,}")

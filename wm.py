@@ -199,12 +199,12 @@ def site(packet, name):
 def draw(packet, name, cols, like):
     """The +-1 signs [N, cols] of a site."""
     seed, first = site(packet, name)
-    return signs(len(packet["x_L"]), cols, seed, first, device=like.device, dtype=like.dtype)
+    return signs(packet["idx"].numel(), cols, seed, first, device=like.device, dtype=like.dtype)
 
 
 def group_size(packet, rule):
     """Tokens M_g of a stream; UserError when --streams does not divide the micro-batch."""
-    n = len(packet["x_L"])
+    n = packet["idx"].numel()
     if rule.streams and n % rule.streams:
         raise UserError(f"--streams {rule.streams} does not divide the {n} tokens of a micro-batch")
     return n // rule.streams if rule.streams else 1
@@ -336,7 +336,7 @@ def qk_probe(packet, layer, model, which, name, rule):
     cos, sin = (z[:layer["q"].size(1)] for z in (model.cos, model.sin))
     gain = layer[which].square().mean(-1, keepdim=True).sqrt()                   # 1, or a head's temperature
     plain = rotate(layer[which] / gain, cos, -sin)
-    carrier = draw(packet, name, plain[0, 0].numel(), packet["x_L"]).view_as(plain).to(plain.dtype)
+    carrier = draw(packet, name, plain[0, 0].numel(), plain).view_as(plain)
     carrier = tangent(carrier, plain) if rule.tangent_qk else carrier
     carrier = norm(carrier) if rule.unit_rms_qk else carrier
     return rotate(norm(plain + rule.sigma * carrier), cos, sin) * gain, carrier
@@ -407,7 +407,7 @@ def temperature_credit(model, packet, reward, source, i, u, W, S, rule):
 
 def stage1(model, packet, reward, rule, readers):
     """{name: pseudo-gradient} of c_fc, c_v, the value embeddings and, where active, c_q, c_k and temperatures. Needs reward["bus"]."""
-    n, (gamma, _) = len(packet["x_L"]), skip_gains(model)
+    n, (gamma, _) = packet["idx"].numel(), skip_gains(model)
     grads = {}
     for i, layer in enumerate(packet["layers"]):
         block, u, name = model.blocks[i], reward["bus"] * gamma[i], f"blocks.{i}."

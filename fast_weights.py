@@ -1,0 +1,117 @@
+"""Fast weights: a memory S [D, D] per head that is written at every token and read by a query, step by step and in chunks.
+
+    linear          S_t = S_{t-1} + v_t k_t^T,  z_t = z_{t-1} + k_t,  y_t = S_t q_t / (z_t . q_t)          (ABL 20)
+    delta           S_t = S_{t-1} + b_t (v_t - S_{t-1} k_t) k_t^T,  y_t = S_t q_t                          (ABL 17)
+    gated delta     the same with S_{t-1} Diag(a_t) in place of S_{t-1}, a_t in (0, 1] per key channel or per head (ABL 17-19)
+
+The chunked forms do the work of C tokens in a few batched matrix products and equal the step-by-step ones. Within a chunk that starts
+from S_0, let G_t be the sum of log a up to and including t. With u_t = b_t (v_t - S_{t-1} Diag(a_t) k_t), the writes solve
+
+    u_t + b_t sum_{s<t} <k_t, k_s e^(G_t - G_s)> u_s = b_t (v_t - S_0 (k_t e^(G_t))),
+
+a unit triangular system (the UT transform of Yang et al. 2024). Only differences G_t - G_s with t >= s are exponentiated, so that no
+decay overflows, however small.
+
+Shapes: B rows, H heads, T tokens, D channels of a head, C tokens of a chunk, N = B * H * chunks.
+"""
+import torch
+import torch.nn.functional as F
+
+CHUNK = 32
+EPS = 1e-6                       # added to linear attention's normaliser
+
+
+def linear_recurrent(q, k, v):
+    """Linear attention token by token: y [B, H, T, D] from positive features q, k and values v, all [B, H, T, D]."""
+    S, z, out = v.new_zeros(*v.shape[:2], v.size(-1), k.size(-1)), torch.zeros_like(k[:, :, 0]), []
+    for t in range(q.size(2)):
+        S, z = S + v[:, :, t, :, None] * k[:, :, t, None], z + k[:, :, t]
+        out.append((S @ q[:, :, t, :, None]).squeeze(-1) / ((z * q[:, :, t]).sum(-1, keepdim=True) + EPS))
+    return torch.stack(out, 2)
+
+
+def linear_chunk(q, k, v, chunk=CHUNK):
+    """linear_recurrent in chunks: within one by masked products, between them by a running sum of the states."""
+    T, (q, k, v) = q.size(2), _chunks((q, k, F.pad(v, (0, 1), value=1.0)), chunk)     # [B, H, T/C, C, D]; the column of ones counts
+    state = k.mT @ v                                                                  # [B, H, T/C, D, D + 1]
+    y = (q @ k.mT).tril() @ v + q @ (state.cumsum(2) - state)
+    y = y.flatten(2, 3)[:, :, :T]
+    return y[..., :-1] / (y[..., -1:] + EPS)
+
+
+def delta_recurrent(q, k, v, beta, log_decay=None):
+    """The delta rule token by token: y [B, H, T, D] from q, k, v [B, H, T, D], beta [B, H, T] and log a, [B, H, T] or [B, H, T, D]."""
+    S, out = v.new_zeros(*v.shape[:2], v.size(-1), k.size(-1)), []
+    for t in range(q.size(2)):
+        if log_decay is not None:
+            a = log_decay[:, :, t].exp()
+            S = S * (a[..., None, None] if a.ndim == 2 else a[:, :, None])
+        u = beta[:, :, t, None] * (v[:, :, t] - (S @ k[:, :, t, :, None]).squeeze(-1))
+        S = S + u[..., None] * k[:, :, t, None]
+        out.append((S @ q[:, :, t, :, None]).squeeze(-1))
+    return torch.stack(out, 2)
+
+
+def delta_chunk(q, k, v, beta, log_decay=None, chunk=CHUNK):
+    """delta_recurrent in chunks of up to `chunk` tokens (a power of two)."""
+    B, H, T, D = q.shape
+    wide = log_decay is not None and log_decay.ndim == 4
+    parts = [q, k, v, beta.unsqueeze(-1)] + ([] if log_decay is None else [log_decay if wide else log_decay.unsqueeze(-1)])
+    q, k, v, beta, *G = (z.flatten(0, 2) for z in _chunks(parts, chunk))              # [N, C, D]
+    G = G[0].cumsum(1) if G else None                                                 # [N, C, D] or [N, C, 1]
+    to_start, to_end, whole = (1, 1, None) if G is None else (G.exp(), (G[:, -1:] - G).exp(), G[:, -1].exp())
+    A, P = _channel_products(q, k, G) if wide else _products(q, k, G)                 # [N, C, C]: A strictly lower, P lower
+    X = torch.linalg.solve_triangular(beta * A, beta * torch.cat((v, k * to_start), -1), upper=False, unitriangular=True)
+    X, PX, kd = X, P @ X, k * to_end
+    # S' = S (Diag(whole) - W^T kd) + U^T kd, with [U | W] = X
+    step = X.mT @ kd                                                                  # [N, 2D, D]
+    shape = (B * H, -1, D, D)
+    write, keep = step[:, :D].view(shape), -step[:, D:].view(shape)
+    diagonal = torch.ones(D, device=q.device, dtype=q.dtype) if whole is None else whole.expand(-1, D).reshape(B * H, -1, D)
+    keep = keep + torch.diag_embed(diagonal)
+    S, states = write.new_zeros(B * H, D, D), []
+    for n in range(write.size(1)):
+        states.append(S)
+        S = torch.baddbmm(write[:, n], S, keep[:, n])
+    S = torch.stack(states, 1).flatten(0, 1)                                          # [N, D, D], before each chunk
+    y = PX[..., :D] + (q * to_start - PX[..., D:]) @ S.mT
+    return y.view(B, H, -1, D)[:, :, :T]
+
+
+def _chunks(parts, chunk):
+    """Each [B, H, T, .] as [B, H, T/C, C, .], zeros behind the last token (no write, no decay); C is a power of two."""
+    T = parts[0].size(2)
+    C = min(chunk, 1 << (T - 1).bit_length())
+    return [F.pad(z, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for z in parts]
+
+
+def _products(q, k, G):
+    """(A, P) [N, C, C]: <k_t, k_s> and <q_t, k_s> times e^(G_t - G_s), for s < t and s <= t; G [N, C, 1] or None."""
+    A, P = k @ k.mT, q @ k.mT
+    if G is not None:
+        future = torch.ones(A.shape[1:], dtype=torch.bool, device=A.device).triu(1)
+        decay = (G - G.mT).masked_fill(future, -torch.inf).exp()
+        A, P = A * decay, P * decay
+    return A.tril(-1), P.tril()
+
+
+def _channel_products(q, k, G):
+    """_products with one decay per channel, G [N, C, D].
+
+    Pairs (t, s) in different halves of a block of 2h tokens are joined at the boundary b of the halves: e^(G_t - G_b) e^(G_b - G_s), both
+    at most 1. Blocks of 2, 4, ..., C tokens cover every pair once.
+    """
+    N, C, D = k.shape
+    left = torch.stack((k, q), 2)                                                     # [N, C, 2, D]
+    M, h = left.new_zeros(N, C, 1, 2, 1), 1                                           # [N, blocks, h, 2, h]
+    while h < C:
+        g, lo, hi = (z.view(N, -1, 2, h, *z.shape[2:]) for z in (G, k, left))
+        edge = g[:, :, 0, -1:]                                                        # [N, blocks, 1, D]
+        lo = lo[:, :, 0] * (edge - g[:, :, 0]).exp()
+        hi = hi[:, :, 1] * (g[:, :, 1] - edge).exp().unsqueeze(3)
+        cross = (hi.flatten(2, 3) @ lo.mT).view(N, -1, h, 2, h)
+        M = M.view(N, -1, 2, h, 2, h)
+        M = torch.cat((F.pad(M[:, :, 0], (0, h)), torch.cat((cross, M[:, :, 1]), -1)), 2)
+        h *= 2
+    M = M.view(N, C, 2, C)
+    return M[:, :, 0], M[:, :, 1] + torch.diag_embed((q * k).sum(-1))

@@ -351,12 +351,11 @@ def _write_signs(out, N, I, seed: tl.int64, offset: tl.int64, so0, so1, BN: tl.c
 
 # BN, BI, BJ, warps, stages. The smallest, first, fits every chip and is the one the interpreter runs.
 TILES = ((16, 32, 32, 4, 2), (32, 64, 32, 4, 3), (64, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 128, 32, 8, 3), (128, 128, 32, 8, 3), (128, 128, 64, 8, 3))
-SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}   # bytes a block can have, by compute capability
 
 
 def tiles_for(shared, u_bytes, W_bytes):
-    """The rows of TILES whose stages of u and W fit into `shared` bytes."""
-    return [t for t in TILES if t[4] * t[2] * (t[0] * u_bytes + t[1] * W_bytes) <= shared]
+    """The rows of TILES that fit into `shared` bytes of a block, for inputs of that many bytes a number: stages of u and W, then the result."""
+    return [(n, i, j, w, s) for n, i, j, w, s in TILES if max(s * j * (n * u_bytes + i * W_bytes), 4 * n * i) <= shared]
 
 
 def _prune(configs, args, **_):

@@ -20,6 +20,7 @@ same tensors. OUT/summary/ holds the table as JSON. A new config is a row of CON
     progress s                          4         mean(w * nats), see Progress
 """
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -172,9 +173,14 @@ PRINTED = {"f11_muon": "B muon", "f11_moe_muon": "D moe+muon", "f11_highway_moe_
 FAMILIES = ("gdn_hw_muon", "gdn_muon", "muonclip", "muon_ph", "muon", "adamw", "d4_plain", "d4_hw", "d32_plain", "d32_hw")
 
 
+@functools.cache
+def _findings():
+    return json.loads((common.ROOT / "published" / "ablate.json").read_text(encoding="utf-8"))["findings"]
+
+
 def published(name):
-    """The row of published/ablate.json for a config (dict with val_loss, finding, setting), or None where the log's table is lost."""
-    cell, rows = cell_of(Recipe(), name), json.loads((common.ROOT / "published" / "ablate.json").read_text(encoding="utf-8"))["findings"]
+    """The row of published/ablate.json for a config (dict: val_loss or range, finding, setting), or None where the log's table is lost."""
+    cell = cell_of(Recipe(), name)
     family = next((f for f in FAMILIES if name == f or name.startswith(f + "_")), name)
     family = PRINTED.get(name, {"muon_ph": "muon_perhead"}.get(family, family))
 
@@ -182,8 +188,8 @@ def published(name):
         side = row.get("adamw_lr") or (cell.adamw_lr if cell.optimizer == "adamw" else 3e-4)
         lr = cell.muon_lr if cell.optimizer == "muon" else cell.adamw_lr
         size = row.get("size") in (None, "3.4M")
-        return row["arm"] in (name, family) and row.get("lr") in (None, lr) and side == cell.adamw_lr and size and row.get("val_loss")
-    found = [row for row in rows if fits(row)]
+        return row["arm"] in (name, family) and row.get("lr") in (None, lr) and side == cell.adamw_lr and size
+    found = [row for row in _findings() if fits(row)]
     return min(found, key=lambda row: (row["arm"] != name, row["setting"] == "old128"), default=None)
 
 
@@ -195,14 +201,19 @@ def cell_of(recipe, arm):
 def model_config(cell, vocab_size):
     """GPTConfig of a Recipe; UserError for a combination that cannot be."""
     names = ("n_embd", "n_head", "n_layer", "dropout", "norm", "pos", "attn", "ffn", "residual", "ffn_hidden", "tie", "bias", "history", "moe_experts",
-             "moe_top_k", "moe_expert_hidden", "moe_router", "router_progress", "fast_weight_impl")
+             "moe_top_k", "moe_expert_hidden", "moe_router", "router_progress", *(["fast_weight_impl"] if cell.attn != "softmax" else []))
     return GPTConfig.modern(sequence_len=cell.seq_len, vocab_size=vocab_size, **{k: getattr(cell, k) for k in names})
 
 
-def count_params(cell, vocab_size):
-    """Parameters of a cell's model, without building it."""
+@functools.cache
+def _count(config):
     with torch.device("meta"):
-        return GPT(model_config(cell, vocab_size)).num_params()
+        return GPT(config).num_params()["total"]
+
+
+def count_params(cell, vocab_size):
+    """Parameters of a cell's model, without giving it memory."""
+    return _count(model_config(cell, vocab_size))
 
 
 # ---- data ----
@@ -492,7 +503,7 @@ class Meter:
 
     @staticmethod
     def _weight(r, vocab_size):
-        return count_params(r, vocab_size)["total"] * r.batch_size * r.seq_len
+        return count_params(r, vocab_size) * r.batch_size * r.seq_len
 
     def step(self, cell, step, loss):
         """One iteration of a cell is done."""
@@ -669,17 +680,18 @@ def list_configs(recipe, as_json=False):
     rows = []
     for name, flags in CONFIGS.items():
         try:
-            params, why = count_params(cell_of(recipe, name), 8192)["total"], None
+            params, why = count_params(cell_of(recipe, name), 8192), None
         except UserError as err:
             params, why = None, str(err)
         row = published(name)
-        rows.append({"config": name, "flags": flags, "params": params, "refused": why, "published": row and row["val_loss"],
+        rows.append({"config": name, "flags": flags, "params": params, "refused": why, "published": row and (row.get("val_loss") or row.get("range")),
                      "finding": row and row["finding"], "setting": row and row["setting"]})
     if as_json:
         return print(json.dumps(rows))
-    print(f"{'config':24} {'params':>11} {'published':>9} {'finding':>7} {'setting':12}  flags (the log's validation loss in nats; other corpora, other levels)")
+    print(f"{'config':24} {'params':>11} {'published':>12} {'finding':>7} {'setting':12}  flags (the log's validation loss in nats; other corpora, other levels)")
     for r in rows:
-        print(f"{r['config']:24} {r['params'] or 0:11,} {r['published'] or '-':>9} {r['finding'] or '-':>7} {r['setting'] or '-':12}  "
+        shown = "-" if r["published"] is None else "..".join(f"{v:.3f}" for v in r["published"]) if isinstance(r["published"], list) else f"{r['published']:.4f}"
+        print(f"{r['config']:24} {r['params'] or 0:11,} {shown:>12} {r['finding'] or '-':>7} {r['setting'] or '-':12}  "
               f"{show_flags(r['flags']) or '(the defaults)'}{'  refused' if r['refused'] else ''}")
 
 

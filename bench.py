@@ -4,6 +4,7 @@
     python bench.py loss    chunked head loss against the plain one: time and peak memory, forward and backward
     python bench.py opt     training step of each family of OE arms against its native one
     python bench.py ddp     training step on two ranks against one process (on one machine they share its cores)
+    python bench.py contraction   WM's 13 reward contractions of the d6 model against the papers' outer products and against the bare GEMMs
 
 Single timings on a shared machine mean nothing; the ratio of two things in one run does. Each prints a table and, as its last
 line, one JSON object: {"bench", "ratio", "a_median_s", "b_median_s", "pairs", ...}, ratio = a / b.
@@ -23,6 +24,7 @@ import common
 from common import UserError, flag
 from model import GPT, GPTConfig, chunked_loss, plain_loss
 from optim import PACKAGE, PACKAGE_SCHEDULE, MuonAdamW, native_groups, set_schedule
+from wm_kernels import PRECISIONS, wm_reward
 
 LAPTOP = dict(depth=4, head_dim=64, sequence_len=256)   # the laptop preset's model and batch
 LAPTOP_ROWS, LAPTOP_VOCAB, LAPTOP_WIDTH, SOFTCAP = 8, 8192, 256, 15.0
@@ -181,7 +183,41 @@ def ddp_step(config):
             print(json.dumps({"s": s}), flush=True)
 
 
-BENCHES = {"oe": bench_oe, "loss": bench_loss, "opt": bench_opt, "ddp": bench_ddp}
+WM_TOKENS = 2048
+WM_SUITE = ((1, 8192, 384), (6, 384, 1536), (6, 384, 384))   # count, J, I of lm_head, mlp.c_proj, attn.c_proj at depth 6 (WM 3.5, Table 4)
+
+
+def contraction_suite(device):
+    """[(u, dy, W)] of the 13 matrices that the d6 model's rewards are read from."""
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=gen).to(device)
+    return [(draw(WM_TOKENS, J), draw(WM_TOKENS, I), draw(J, I)) for count, J, I in WM_SUITE for _ in range(count)]
+
+
+def bench_contraction(config, device):
+    """wm_reward over the suite at 2048 and 64 streams: torch (and Triton) against outer, a few times, and against u @ W alone."""
+    suite, few, more = contraction_suite(device), 3, {}
+    fast = [("torch", "ieee")] + [("triton", p) for p in PRECISIONS] * (device.type == "cuda")
+    for streams in (64, WM_TOKENS):
+        def run(impl, precision="ieee", group=WM_TOKENS // streams):
+            for u, dy, W in suite:
+                wm_reward(u, dy, W, group, impl=impl, precision=precision)
+
+        def gemms():
+            for u, _, W in suite:
+                u @ W
+        s = interleave({**{f"{i} {p}": lambda i=i, p=p: run(i, p) for i, p in fast}, "gemms": gemms}, config.pairs, device)
+        slow = interleave({"outer": lambda: run("outer"), "torch ieee": lambda: run("torch")}, few, device, warmup=1)
+        for name in s:
+            if name != "gemms":
+                more[f"{name}_over_gemms_G{streams}".replace(" ", "_")] = round(s[name] / s["gemms"], 4)
+                more[f"outer_over_{name}_G{streams}".replace(" ", "_")] = round(slow["outer"] / (slow if name in slow else s)[name], 2)
+    report("contraction", {"outer": slow["outer"], **s}, "torch ieee", "gemms", config.pairs, outer_pairs=few, tokens=WM_TOKENS, **more)
+
+
+BENCHES = {"oe": bench_oe, "loss": bench_loss, "opt": bench_opt, "ddp": bench_ddp, "contraction": bench_contraction}
 INNER = ("loss-memory", "ddp-step")   # what the benches above start in processes of their own
 
 

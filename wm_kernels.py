@@ -257,8 +257,9 @@ def _tile_signs(seed, row, first, BI: tl.constexpr):
     return ((word >> (k % 32).to(tl.uint32)) & 1).to(tl.float32) * 2 - 1
 
 
-def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
-    """u @ W at rows [BN] and columns [BI], summed in float32."""
+def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
+                  BJ: tl.constexpr):
+    """u @ W at rows [BN] and columns [BI], summed in float32. WIDEN: multiply 16-bit numbers as float32, with the same result."""
     j = tl.arange(0, BJ).to(tl.int64)
     step = tl.full((), BJ, tl.int64)
     u_at, W_at = u + row[:, None] * su0 + j[None, :] * su1, W + j[:, None] * sw0 + col[None, :] * sw1
@@ -268,22 +269,22 @@ def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.con
         a = tl.load(u_at, mask=(row < N)[:, None] & (j < left)[None, :], other=0.0)
         b = tl.load(W_at, mask=(j < left)[:, None] & (col < I)[None, :], other=0.0)
         if PRECISION == "bf16":
-            total = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
-        elif a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16:   # their products are exact in float32
+            a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        if a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16 and not WIDEN:   # their products are exact in float32
             total = tl.dot(a, b, total)
         else:
-            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee" if PRECISION == "bf16" else PRECISION)
         u_at += step * su1
         W_at += step * sw0
     return total
 
 
 def _tile_reward(u, dy, W, xi, row, first, N, J, I, seed, offset, sigma, su0, su1, sd0, sd1, sw0, sw1, sx0, sx1, XI: tl.constexpr,
-                 RELU2: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
+                 RELU2: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
     """(dy * (u @ W), signs) of a tile; 0 outside. XI: none (no signs, 0) | tensor | seed."""
     col = first + tl.arange(0, BI).to(tl.int64)
     inside = (row < N)[:, None] & (col < I)[None, :]
-    product = _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION, BN, BI, BJ)
+    product = _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION, WIDEN, BN, BI, BJ)
     moved = tl.load(dy + row[:, None] * sd0 + col[None, :] * sd1, mask=inside, other=0.0).to(tl.float32)
     if XI == "tensor":
         sign = tl.load(xi + row[:, None] * sx0 + col[None, :] * sx1, mask=inside, other=0).to(tl.float32)
@@ -298,7 +299,7 @@ def _tile_reward(u, dy, W, xi, row, first, N, J, I, seed, offset, sigma, su0, su
 
 
 def _contract(u, dy, W, xi, out, N, J, I, seed: tl.int64, offset: tl.int64, mult, sigma, su0, su1, sd0, sd1, sw0, sw1, sx0, sx1, so0, so1,
-              GROUP: tl.constexpr, XI: tl.constexpr, RELU2: tl.constexpr, PRECISION: tl.constexpr,
+              GROUP: tl.constexpr, XI: tl.constexpr, RELU2: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
               BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
     """out = the reward [N / GROUP, I] where XI is none, else the credit [N, I], times mult. A program has whole streams of one strip of columns:
     BN rows of them when GROUP divides BN, else one stream, whose rows it goes through BN at a time."""
@@ -309,7 +310,7 @@ def _contract(u, dy, W, xi, out, N, J, I, seed: tl.int64, offset: tl.int64, mult
     if BN % GROUP == 0:
         row = tl.program_id(0).to(tl.int64) * BN + lane
         value, sign = _tile_reward(u, dy, W, xi, row, first, N, J, I, seed, offset, sigma, su0, su1, sd0, sd1, sw0, sw1, sx0, sx1,
-                                   XI, RELU2, PRECISION, BN, BI, BJ)
+                                   XI, RELU2, PRECISION, WIDEN, BN, BI, BJ)
         if GROUP > 1:
             value = tl.sum(tl.reshape(value, (BN // GROUP, GROUP, BI)), 1)
         if XI == "none":
@@ -325,7 +326,7 @@ def _contract(u, dy, W, xi, out, N, J, I, seed: tl.int64, offset: tl.int64, mult
         total = tl.zeros((BI,), tl.float32)
         for a in range(0, GROUP, BN):
             value, _ = _tile_reward(u, dy, W, xi, start + a + lane, first, end, J, I, seed, offset, sigma, su0, su1, sd0, sd1, sw0, sw1,
-                                    sx0, sx1, XI, RELU2, PRECISION, BN, BI, BJ)
+                                    sx0, sx1, XI, RELU2, PRECISION, WIDEN, BN, BI, BJ)
             total += tl.sum(value, 0)
         if XI == "none":
             tl.store(out + tl.program_id(0).to(tl.int64) * so0 + col * so1, total * mult, mask=col < I)
@@ -350,7 +351,8 @@ def _write_signs(out, N, I, seed: tl.int64, offset: tl.int64, so0, so1, BN: tl.c
 
 
 # BN, BI, BJ, warps, stages. The smallest, first, fits every chip and is the one the interpreter runs.
-TILES = ((16, 32, 32, 4, 2), (32, 64, 32, 4, 3), (64, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 128, 32, 8, 3), (128, 128, 32, 8, 3), (128, 128, 64, 8, 3))
+TILES = ((16, 32, 32, 4, 2), (32, 64, 32, 4, 3), (64, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 128, 32, 8, 3), (128, 128, 32, 8, 3),
+         (128, 128, 64, 8, 3))
 
 
 def tiles_for(shared, u_bytes, W_bytes):
@@ -409,7 +411,8 @@ def _launch(u, dy, W, group, scale, precision, xi=None, sigma=1.0, out=None, rel
     signs_at = xi if tensor else dy   # not read otherwise
     args = (u, dy, W, signs_at, out, N, u.size(1), I, seed, offset, scale / group / sigma, sigma, *u.stride(), *dy.stride(), *W.stride(),
             *signs_at.stride(), *out.stride())
-    flags = dict(GROUP=group, XI="none" if xi is None else "tensor" if tensor else "seed", RELU2=relu2, PRECISION=precision)
+    flags = dict(GROUP=group, XI="none" if xi is None else "tensor" if tensor else "seed", RELU2=relu2, PRECISION=precision,
+                 WIDEN=interpreted())   # the interpreter multiplies no bfloat16
     if interpreted():
         flags.update(zip(("BN", "BI", "BJ"), TILES[0]))
     with _on(u.device):

@@ -62,19 +62,16 @@ def delta_chunk(q, k, v, beta, log_decay=None, chunk=CHUNK):
     to_start, to_end, whole = (1, 1, None) if G is None else (G.exp(), (G[:, -1:] - G).exp(), G[:, -1].exp())
     A, P = _channel_products(q, k, G) if wide else _products(q, k, G)                 # [N, C, C]: A strictly lower, P lower
     X = torch.linalg.solve_triangular(beta * A, beta * torch.cat((v, k * to_start), -1), upper=False, unitriangular=True)
-    X, PX, kd = X, P @ X, k * to_end
-    # S' = S (Diag(whole) - W^T kd) + U^T kd, with [U | W] = X
-    step = X.mT @ kd                                                                  # [N, 2D, D]
-    shape = (B * H, -1, D, D)
-    write, keep = step[:, :D].view(shape), -step[:, D:].view(shape)
-    diagonal = torch.ones(D, device=q.device, dtype=q.dtype) if whole is None else whole.expand(-1, D).reshape(B * H, -1, D)
-    keep = keep + torch.diag_embed(diagonal)
+    # with [U | W] = X the state behind a chunk is S (Diag(whole) - W^T kd) + U^T kd
+    write, erase = (X.mT @ (k * to_end)).split(D, 1)                                  # [N, D, D]
+    keep = torch.diag_embed(torch.ones_like(k[:, 0]) if whole is None else whole.expand(-1, D)) - erase
     S, states = write.new_zeros(B * H, D, D), []
-    for n in range(write.size(1)):
+    # unbind and split instead of indexing: backward then fills one buffer, not one per chunk
+    for gain, new in zip(*(z.unflatten(0, (B * H, -1)).unbind(1) for z in (keep, write))):
         states.append(S)
-        S = torch.baddbmm(write[:, n], S, keep[:, n])
-    S = torch.stack(states, 1).flatten(0, 1)                                          # [N, D, D], before each chunk
-    y = PX[..., :D] + (q * to_start - PX[..., D:]) @ S.mT
+        S = torch.baddbmm(new, S, gain)
+    U, W = (P @ X).split(D, -1)
+    y = U + (q * to_start - W) @ torch.stack(states, 1).flatten(0, 1).mT
     return y.view(B, H, -1, D)[:, :, :T]
 
 
@@ -105,13 +102,11 @@ def _channel_products(q, k, G):
     left = torch.stack((k, q), 2)                                                     # [N, C, 2, D]
     M, h = left.new_zeros(N, C, 1, 2, 1), 1                                           # [N, blocks, h, 2, h]
     while h < C:
-        g, lo, hi = (z.view(N, -1, 2, h, *z.shape[2:]) for z in (G, k, left))
-        edge = g[:, :, 0, -1:]                                                        # [N, blocks, 1, D]
-        lo = lo[:, :, 0] * (edge - g[:, :, 0]).exp()
-        hi = hi[:, :, 1] * (g[:, :, 1] - edge).exp().unsqueeze(3)
-        cross = (hi.flatten(2, 3) @ lo.mT).view(N, -1, h, 2, h)
-        M = M.view(N, -1, 2, h, 2, h)
-        M = torch.cat((F.pad(M[:, :, 0], (0, h)), torch.cat((cross, M[:, :, 1]), -1)), 2)
+        (g0, g1), (lo, _), (_, hi), (M0, M1) = (z.view(N, -1, 2, h, *z.shape[2 + (z is M):]).unbind(2) for z in (G, k, left, M))
+        edge = g0[:, :, -1:]                                                          # [N, blocks, 1, D]
+        hi, lo = hi * (g1 - edge).exp().unsqueeze(3), lo * (edge - g0).exp()
+        cross = (hi.flatten(2, 3) @ lo.mT).view(M1.shape)
+        M = torch.cat((F.pad(M0, (0, h)), torch.cat((cross, M1), -1)), 2)
         h *= 2
-    M = M.view(N, C, 2, C)
-    return M[:, :, 0], M[:, :, 1] + torch.diag_embed((q * k).sum(-1))
+    A, P = M.view(N, C, 2, C).unbind(2)
+    return A, P + torch.diag_embed((q * k).sum(-1))

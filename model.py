@@ -13,14 +13,17 @@ Two presets: GPTConfig.backbone(depth) is the OE/WM model, GPTConfig.modern() th
     pos learned             ABL 17     a vector per position is added to the embedding; none: no positions at all
         alibi               ABL 20     logits minus slope_h * distance (Press et al. 2021)
         hard_alibi                     the first half of the heads see 1, 2, 3, ... tokens, the rest everything (Jelassi et al. 2024)
+    attn linear             ABL 20     fast weights (fast_weights.py) for softmax attention, q and k through elu + 1
+        delta               ABL 17     q and k through SiLU, then to length 1; b = sigmoid(c_beta(x)) per head
+        gated_delta         ABL 17     and a = sigmoid(c_decay(x)) per key channel; gated_delta_scalar (ABL 19): per head
     ffn swiglu              ABL 1      c_proj(silu(c_gate(x)) * c_fc(x)); relu: c_proj(relu(c_fc(x)))
         moe                 ABL 5-7    a linear router sends each token to the top k of E SwiGLU experts (Switch)
     residual highway        ABL 2      x <- (1 - g) x + g f(norm(x)), g = sigmoid(gate(x)) per channel
         highway_scalar      ABL 2, 16  the same with one g per token
     history                 ABL 3      Neural History Compressor: in mid-stack x_t += c_proj(mean over s <= t of c_fc(norm(x_s)))
 
-Shapes: B batch, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size, L = n_layer, E experts, F hidden width. `w` is a token's row of wte, `e` its
-concatenated rows of the hashed tables, x0 = norm(w + e).
+Shapes: B batch, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size, L = n_layer, E experts, N = B * T. `w` is a token's row of
+wte, `e` its concatenated rows of the hashed tables, x0 = norm(w + e).
 
 `python model.py` prints the parameter counts of the presets.
 """
@@ -32,6 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import UserError, cli, derive_seed, make_parser
+from fast_weights import delta_chunk, delta_recurrent, linear_chunk, linear_recurrent
 
 VE_GATE_CHANNELS = 32            # the value-embedding gate reads this many channels of its input
 BALANCE_COEFFICIENT = 0.01       # of the routers' balance losses (ABL 5)
@@ -79,6 +83,7 @@ class GPTConfig:
     moe_expert_hidden: str = "full"   # an expert is as wide as the dense layer, or has its share of the width
     moe_router: str = "learned"       # or frozen at its initial draw: no gradient, no balance loss
     router_progress: float = 0.0      # strength of the bias towards experts whose tokens' loss falls
+    fast_weight_impl: str = "chunk"   # or recurrent, the reference
 
     @classmethod
     def backbone(cls, depth, head_dim=128, **kw):
@@ -125,11 +130,21 @@ class GPTConfig:
     def _conflicts(self):
         """(is it broken?, what to say) of every pair of flags."""
         moe = {k: getattr(self, k) for k in MOE_DEFAULTS}
-        yield self.ffn != "moe" and moe != MOE_DEFAULTS, "moe_experts, moe_top_k, moe_expert_hidden, moe_router and router_progress need ffn moe"
+        yield self.ffn != "moe" and moe != MOE_DEFAULTS, f"{', '.join(MOE_DEFAULTS)} need ffn moe"
+        fast = self.attn != "softmax"
+        yield (fast and self.pos not in ("learned", "none"),
+               f"attn {self.attn} has no logits for pos {self.pos} to act on; use learned or none")
+        yield fast and self.qk_norm, f"attn {self.attn} maps q and k itself; set qk_norm to False"
+        yield fast and self.qk_scale != "none", f"attn {self.attn} has no logits for qk_scale {self.qk_scale} to scale"
+        yield fast and "S" in self.window_pattern, f"attn {self.attn} has no window; set window_pattern to L"
+        yield not fast and self.fast_weight_impl != "chunk", f"fast_weight_impl {self.fast_weight_impl} needs attn linear, delta or gated"
+        yield self.pos == "hard_alibi" and self.n_head < 2, "hard_alibi needs two heads: the first half have a window"
+        yield self.rope_base != 10_000.0 and self.pos != "rope", f"rope_base {self.rope_base} needs pos rope"
         yield self.router_progress and self.moe_experts == 1, "router_progress needs two experts to choose from"
         yield (self.qk_scale in ("full", "masked") and self.pos != "rope",
                f"qk_scale {self.qk_scale} scales rotary planes and needs pos rope; qk_scale head does not")
-        yield self.wte_route != "fused" and not (self.embed_norm and self.x0_skip), f"wte_route {self.wte_route} needs embed_norm and x0_skip"
+        yield (self.wte_route != "fused" and not (self.embed_norm and self.x0_skip),
+               f"wte_route {self.wte_route} needs embed_norm and x0_skip: its anchor is a part of x0")
 
     @property
     def head_dim(self):
@@ -256,7 +271,44 @@ class Attention(nn.Module):
         return self.drop(self.c_proj(y))
 
 
-ATTN = {"softmax": Attention}    # config, layer -> module (x [B, T, C], ve, cos, sin, mask, trace) -> [B, T, C]
+def elu_plus_one(z):
+    """elu(z) + 1 without the cancellation: z + 1 above 0, e^z below."""
+    return F.relu(z) + z.clamp_max(0).exp()
+
+
+class FastWeights(Attention):
+    """Attention whose softmax is replaced by a fast-weight memory: linear, delta, gated_delta or gated_delta_scalar (fast_weights.py)."""
+
+    def __init__(self, cfg, i):
+        super().__init__(cfg, i)
+        chunked = cfg.fast_weight_impl == "chunk"
+        self.linear, self.delta = (linear_chunk, delta_chunk) if chunked else (linear_recurrent, delta_recurrent)
+        gates = {"gated_delta": cfg.n_embd, "gated_delta_scalar": cfg.n_head}.get(cfg.attn)
+        self.c_beta = nn.Linear(cfg.n_embd, cfg.n_head) if cfg.attn != "linear" else None
+        self.c_decay = nn.Linear(cfg.n_embd, gates) if gates else None
+
+    def mix(self, x, q, k, v, cos, sin, mask):
+        # products of up to T decays and the triangular solve want float32 even under autocast
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        heads = lambda z: z.to(wide).transpose(1, 2)                                  # [B, H, T, ...]
+        seen = {}
+        if self.c_beta is not None:
+            seen["beta"] = torch.sigmoid(self.c_beta(x).to(wide))                     # [B, T, H]
+        if self.c_decay is not None:
+            z = self.c_decay(x).to(wide)
+            seen["log_decay"] = F.logsigmoid(z if z.size(-1) == self.n_head else z.unflatten(-1, (self.n_head, -1)))
+        with torch.autocast(x.device.type, enabled=False):
+            if self.c_beta is None:
+                q, k = elu_plus_one(q.to(wide)), elu_plus_one(k.to(wide))
+                y = self.linear(heads(q), heads(k), heads(v))
+            else:
+                q, k = (F.normalize(F.silu(z.to(wide)), dim=-1) for z in (q, k))
+                y = self.delta(heads(q), heads(k), heads(v), *(heads(z) for z in seen.values()))
+        return y.transpose(1, 2).to(v.dtype), dict(q=q, k=k, **seen)
+
+
+# config, layer -> module (x [B, T, C], ve, cos, sin, mask, trace) -> [B, T, C]
+ATTN = {"softmax": Attention, "linear": FastWeights, "delta": FastWeights, "gated_delta": FastWeights, "gated_delta_scalar": FastWeights}
 
 
 # ---- feed-forward layers: config -> module (x [B, T, C], trace) -> [B, T, C] ----
@@ -476,7 +528,7 @@ ROUTE = {"fused": lambda w, u, eps: None, "separate": lambda w, u, eps: norm(w),
 
 CHOICES = {"ffn": FFN, "qk_scale": ("none", "full", "masked", "head"), "wte_route": ROUTE, "norm": NORM, "attn": ATTN, "residual": RESID,
            "pos": ("rope", "learned", "none", "alibi", "hard_alibi"), "init": ("uniform", "normal"),
-           "moe_expert_hidden": ("full", "split"), "moe_router": ("learned", "frozen")}
+           "moe_expert_hidden": ("full", "split"), "moe_router": ("learned", "frozen"), "fast_weight_impl": ("chunk", "recurrent")}
 MOE_DEFAULTS = dict(moe_experts=4, moe_top_k=1, moe_expert_hidden="full", moe_router="learned", router_progress=0.0)
 MODERN = dict(n_layer=4, n_head=6, n_embd=192, sequence_len=128, window_pattern="L", softcap=0.0, ffn="swiglu", norm="rms_affine", tie=True,
               dropout=0.2, qk_norm=False, embed_norm=False, x0_skip=False, value_embeds=False, init="normal")
@@ -620,14 +672,13 @@ class GPT(nn.Module):
         """Draw every tensor from a generator seeded with (seed, its own name), on the CPU in float32: two variants share what they share.
 
         uniform: wte N(0, 1), head N(0, 0.001^2), matrices and value embeddings U(-s, s) with s = sqrt(3/C), projections and value-embedding
-        gates 0. normal: all of these N(0, 0.02^2). Both: routers, highway gates, decays, betas and positions N(0, 0.02^2), norms 1, biases 0.
-        The first of E experts starts as the dense layer would.
+        gates 0. normal: all of these N(0, 0.02^2). Both: routers, highway gates, decays, betas and positions N(0, 0.02^2), norms 1, biases
+        0 (highway -2). The first of E experts starts as the dense layer would.
         """
         for name, role, p in self.roles():
             gen = torch.Generator().manual_seed(derive_seed(seed, name))
-            # E experts are drawn one after another
-            value = torch.stack([self._draw(name, role, p.shape[1:], gen) for _ in p]) if p.ndim > 2 else self._draw(name, role, p.shape, gen)
-            p.copy_(value)
+            for part in p if p.ndim > 2 else (p,):   # one expert after another
+                part.copy_(self._draw(name, role, part.shape, gen))
         return self
 
     def _draw(self, name, role, shape, gen):
@@ -745,6 +796,9 @@ PRESETS = {  # what `python model.py` counts
     "baseline (nanoGPT)": dict(norm="layer", pos="learned", ffn="relu", tie=False, bias=True),
     "highway": dict(residual="highway"), "highway_scalar": dict(residual="highway_scalar"), "history": dict(history=True),
     "moe": dict(ffn="moe"), "moe_matched": dict(ffn="moe", moe_expert_hidden="split"), "pos": dict(pos="learned"),
+    **{f"{attn}, learned positions": dict(attn=attn, pos="learned") for attn in ATTN if attn != "softmax"},
+    "gated_delta_scalar, learned, T 512": dict(attn="gated_delta_scalar", pos="learned", sequence_len=512),
+    "gated_delta_scalar, none, 555, T 512": dict(attn="gated_delta_scalar", pos="none", sequence_len=512, ffn_hidden=555),
 }
 
 

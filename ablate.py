@@ -201,7 +201,7 @@ def cell_of(recipe, arm):
 def model_config(cell, vocab_size):
     """GPTConfig of a Recipe; UserError for a combination that cannot be."""
     names = ("n_embd", "n_head", "n_layer", "dropout", "norm", "pos", "attn", "ffn", "residual", "ffn_hidden", "tie", "bias", "history", "moe_experts",
-             "moe_top_k", "moe_expert_hidden", "moe_router", "router_progress", *(["fast_weight_impl"] if cell.attn != "softmax" else []))
+             "moe_top_k", "moe_expert_hidden", "moe_router", "router_progress", "fast_weight_impl")
     return GPTConfig.modern(sequence_len=cell.seq_len, vocab_size=vocab_size, **{k: getattr(cell, k) for k in names})
 
 
@@ -458,7 +458,8 @@ class Cell:
 def run_name(recipe, arm, seed):
     """<arm>_i<max_iters>_seed<seed>, with the hash of the recipe flags that were given."""
     cell, plain = cell_of(recipe, arm), cell_of(Recipe(max_iters=recipe.max_iters), arm)
-    changed = {k: v for k, v in dataclasses.asdict(cell).items() if v != getattr(plain, k)}
+    off = set() if cell.optimizer == "muon" else {"muon_lr"}
+    changed = {k: v for k, v in dataclasses.asdict(cell).items() if v != getattr(plain, k) and k not in off}
     name = f"{arm}_i{cell.max_iters}_seed{seed}"
     return f"{name}-{common.config_hash(changed)}" if changed else name
 
@@ -717,6 +718,7 @@ def parse(argv=None):
     if listing:
         return list_configs(recipe, as_json)
     check_names(arms, seeds, sweep)
+    check_effects({k: v for k, v in given.items() if k in fields}, recipe, arms)
     return recipe, sweep, arms, seeds
 
 
@@ -735,6 +737,23 @@ def check_names(arms, seeds, sweep):
     if not sweep.out or not sweep.data:
         raise UserError("an empty --out or --data would mean the current folder; write . for it")
     read_shard(sweep.shard)
+
+
+def check_effects(given, recipe, arms):
+    """UserError for recipe flags that would change nothing, and for combinations of flags that act outside the model."""
+    cells = {arm: cell_of(recipe, arm) for arm in arms}
+    for k, v in given.items():
+        if all(getattr(cell, k) != v for cell in cells.values()):
+            raise UserError(f"--{k} {v} has no effect: every config of the sweep sets its own; leave it out")
+    if "muon_lr" in given and all(cell.optimizer != "muon" for cell in cells.values()):
+        raise UserError("--muon_lr has no effect: no config of the sweep uses Muon")
+    for arm, cell in cells.items():
+        if cell.per_head and cell.optimizer != "muon":
+            raise UserError(f"config {arm}: per_head is Muon's; add --optimizer muon")
+        if cell.qk_clip_tau and cell.attn != "softmax":
+            raise UserError(f"config {arm}: qk_clip_tau bounds the logits of softmax attention; {cell.attn} has none")
+        if cell.ffn == "moe" and (cell.curiosity or cell.progress):
+            raise UserError(f"config {arm}: curiosity and progress weigh tokens one by one, without the routers' balance loss; use a dense ffn")
 
 
 def check_cells(cells, corpus):

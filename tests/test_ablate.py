@@ -395,6 +395,7 @@ def test_a_recipe_flag_makes_another_cell(store, tmp_path):
     assert a == "modern_i2000_seed0" and re.fullmatch(r"modern_i2000_seed0-[0-9a-f]{8}", b)
     assert ablate.run_name(Recipe(max_iters=300), "muon", 7) == "muon_i300_seed7"
     assert ablate.run_name(Recipe(pos="learned"), "pos", 1) == "pos_i2000_seed1"   # the config's own axis
+    assert ablate.run_name(Recipe(muon_lr=0.1, max_iters=9), "modern", 0) == "modern_i9_seed0"   # no Muon there
 
 
 def test_shards_share_the_cells():
@@ -407,13 +408,13 @@ def test_shards_share_the_cells():
 
 def test_two_processes_share_a_folder(store, tmp_path):
     """Every cell is computed by exactly one of them, and the files are those of a single process."""
-    args = argv(store, tmp_path / "two", configs=["modern", "pos", "muon"], seeds=(0, 1, 2), max_iters=15)
+    args = argv(store, tmp_path / "two", configs=["modern", "pos", "muon"], seeds=(0, 1, 2), max_iters=8)
     both = [start(*args) for _ in range(2)]
     outs = [p.communicate(timeout=120) for p in both]
     assert [p.returncode for p in both] == [0, 0], outs
     done = [cell for out, _ in outs for cell in finished(out)]
     assert sorted(done) == sorted((a, str(s)) for a in ("modern", "pos", "muon") for s in (0, 1, 2))
-    ablate.main(argv(store, tmp_path / "one", configs=["modern", "pos", "muon"], seeds=(0, 1, 2), max_iters=15))
+    ablate.main(argv(store, tmp_path / "one", configs=["modern", "pos", "muon"], seeds=(0, 1, 2), max_iters=8))
     names = [sorted(p.name for p in (tmp_path / d).glob("*.json")) for d in ("one", "two")]
     assert names[0] == names[1] and len(names[0]) == 9
     for name in names[0]:
@@ -435,14 +436,14 @@ def test_a_cell_held_by_another_process_is_left_to_it(store, tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_sweep_goes_on(store, tmp_path, number):
-    args = argv(store, tmp_path, configs=["modern", "pos"], seeds=(0,), max_iters=400, eval_tokens=64)
+    args = argv(store, tmp_path, configs=["modern", "d8_plain"], seeds=(0,), max_iters=120, eval_tokens=64)   # the second is hit in its midst
     p = start(*args)
     lines = []
     for line in p.stdout:
         lines.append(line)
         if finished(line):
             break
-    time.sleep(0.3)
+    time.sleep(0.1)
     p.send_signal(number)
     out, err = p.communicate(timeout=60)
     assert p.returncode == (130 if number == signal.SIGTERM else -9), err
@@ -451,7 +452,7 @@ def test_a_stopped_sweep_goes_on(store, tmp_path, number):
     assert len(files) == 1 and json.loads(files[0].read_text())["arm"] == "modern"
     p = start(*args)
     out, err = p.communicate(timeout=60)
-    assert p.returncode == 0 and finished(out) == [("pos", "0")], err
+    assert p.returncode == 0 and finished(out) == [("d8_plain", "0")], err
     assert "1 of 2 cells are already finished" in out and len(list(tmp_path.glob("*.json"))) == 2
 
 
@@ -593,6 +594,13 @@ def bad_inputs(store, tmp_path):
         "config gds_ctx512": [*base, "--configs", "gds_ctx512", "--n_embd", "33"],
         "config delta": [*base, "--configs", "delta", "--n_head", "5"],
         "config modern": [*base, "--attn", "delta"],
+        "--muon_lr has no effect": [*base, "--muon_lr", "0.01"],
+        "--seq_len 64 has no effect": [*base, "--configs", "gds_ctx512", "--seq_len", "64"],
+        "per_head is Muon's": [*base, "--per_head"],
+        "softmax attention; delta has none": [*base, "--configs", "delta", "--qk_clip_tau", "9"],
+        "use a dense ffn": [*base, "--configs", "moe", "--progress", "1"],
+        "config modern: fast_weight_impl": [*base, "--fast_weight_impl", "recurrent"],
+        "config moe: moe_top_k": [*base, "--configs", "moe", "--moe_top_k", "9"],
         "would mean the current folder": ["--data", store, "--out", ""],
     }
 

@@ -5,6 +5,8 @@
     python audit.py memory             persistent bytes beyond dense, by component and arm (OE section 3)
     python audit.py geometry CKPT...   stable ranks, mean-row energy, query gains by band and layer, terminal scalars (Tables 4, 5a, 8b)
     python audit.py step0              gradients of the residual scalars at step 0 by precision and epsilon, and steps 0..11 (OE 4.5)
+    python audit.py wm-NAME --help     delayed Weight Maximization: wm-cosine, wm-drift, wm-kurtosis, wm-attention, wm-causality, wm-geometry;
+                                       what each does stands in audit_wm.py
 
 --json prints one JSON object instead of tables. Published values stand in columns of their own.
 """
@@ -20,8 +22,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+import audit_wm
 import common
 import model as model_file
+from audit_wm import stable_rank, table
 from common import ROOT, UserError, flag
 from data import DEFAULT_STORE, BestFitBatches, open_store
 from model import GPT, GPTConfig
@@ -169,16 +173,6 @@ NOTES = {
 
 # ---- geometry of a checkpoint (OE Tables 4, 5a, 8b) ----
 
-def stable_rank(W):
-    """|W|_F^2 / |W|_2^2 of a matrix [m, n], in float64 through its smaller Gram matrix; NaN where W is zero or not finite."""
-    W = W.double()
-    if not W.isfinite().all():
-        return math.nan
-    gram = W.T @ W if W.size(0) >= W.size(1) else W @ W.T
-    top = torch.linalg.eigvalsh(gram)[-1].item()
-    return gram.trace().item() / top if top > 0 else math.nan
-
-
 def mean_row_share(W):
     """Energy share of the mean row: M |mean row|^2 / |W|_F^2 of a matrix [M, n]."""
     W = W.double()
@@ -294,16 +288,6 @@ def step0(config):
 
 # ---- printing ----
 
-def table(rows):
-    """Print dicts as a table; a column appears when any row has it."""
-    names = list(dict.fromkeys(k for row in rows for k in row))
-    cell = lambda v: "-" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.6g}" if isinstance(v, float) else str(v)
-    grid = [names, *[[cell(row.get(n)) for n in names] for row in rows]]
-    width = [max(len(line[i]) for line in grid) for i in range(len(names))]
-    for line in grid:
-        print("  ".join(c.ljust(w) if n == "arm" else c.rjust(w) for c, w, n in zip(line, width, names)))
-
-
 def print_geometry(path, g):
     """What geometry() found, one line a part."""
     print(f"{path} at step {g['step']}")
@@ -325,8 +309,12 @@ def print_step0(found):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in audit_wm.AUDITS:
+        return audit_wm.main(argv[0], argv[1:])
     parser = common.make_parser(__doc__)
-    parser.add_argument("audit", choices=("params", "flops", "memory", "geometry", "step0"), metavar="NAME", help="which audit")
+    parser.add_argument("audit", choices=("params", "flops", "memory", "geometry", "step0"), metavar="NAME",
+                        help="params, flops, memory, geometry, step0; the wm- audits have flags of their own: audit.py wm-NAME --help")
     parser.add_argument("checkpoints", nargs="*", metavar="CKPT", help="geometry: checkpoint files")
     common.add_flags(parser, Config)
     given = vars(parser.parse_intermixed_args(argv))

@@ -4,7 +4,8 @@ Two presets: GPTConfig.backbone(depth) is the OE/WM model, GPTConfig.modern() th
 
     variant                 paper      what it does
     oe_m > 0                OE 2.1 A   four hashed bigram/trigram tables added to the token embedding before the first norm
-    qk_scale full | masked  OE 2.1 B2  q <- q * exp(q_log) per head and rotary plane, after QK-norm; masked: not in layer 0, not in planes c < D/8
+    qk_scale full | masked  OE 2.1 B2  q <- q * exp(q_log) per head and rotary plane, after QK-norm; masked: not in layer 0 nor in planes
+                                       c < D/8
              head           WM 4.6     the same with one q_log per head: a temperature
     wte_route separate      OE 2.1 B3  a second anchor x0_wte = norm(w) joins x0 in every layer
               shared                   the anchor is w / s_{w+e}(eps), with the denominator of x0
@@ -408,7 +409,7 @@ class MoE(nn.Module):
         weight, self.chosen = p.topk(self.top_k, dim=-1)                      # [N, k]
         count = torch.bincount(self.chosen.flatten(), minlength=self.n_experts)
         if self.training and not self.frozen:
-            self.balance = self.n_experts * (count / self.chosen.numel() * p.mean(0)).sum()
+            self.balance = self.n_experts * (count.to(p.dtype) / self.chosen.numel() * p.mean(0)).sum()
         order = self.chosen.flatten().argsort(stable=True)                    # assignments, expert by expert
         rows = order // self.top_k
         parts = flat.index_select(0, rows).split(count.tolist())

@@ -213,17 +213,23 @@ def parse(argv=None):
     arm, regime = given.get("arm", ""), given.get("regime", "")
     if arm and arm not in ARMS:
         raise UserError(f"--arm {arm} is unknown; --list_arms prints all {len(ARMS)}")
-    if regime and regime not in REGIMES:
-        raise UserError(f"--regime {regime} is unknown; choose one of {', '.join(REGIMES)}")
     config = Config(**{**flags_of(arm, regime), **given})
     common.check_bounds(config)
     check(config)
     if not arm:
-        tunable = set().union(*ARMS.values())
-        pick = lambda c: {k: v for k, v in science(c).items() if k in tunable}
-        same = [name for name in ARMS if pick(config) == pick(Config(**flags_of(name)))]
-        config = dataclasses.replace(config, arm=same[0] if same else "custom")
+        config = dataclasses.replace(config, arm=arm_of(config))
     return config
+
+
+def arm_of(config):
+    """The arm that a config's flags describe, its number of steps and its width aside where no arm has them; else custom."""
+    tunable = set().union(*ARMS.values())
+    pick = lambda c, aside: {k: v for k, v in science(c).items() if k in tunable and k not in aside}
+    for aside in ((), ("steps",), ("steps", "width")):
+        for name in ARMS:
+            if pick(config, aside) == pick(Config(**flags_of(name)), aside):
+                return name
+    return "custom"
 
 
 def check(config):

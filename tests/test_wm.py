@@ -27,7 +27,7 @@ def grown(seed=0, dtype=torch.float64, **kw):
             elif role == "lm_head":
                 p.copy_(torch.randn(p.shape, generator=g, dtype=dtype) * 0.3)
             elif role == "resid_lambdas":
-                p.copy_(torch.tensor([0.9, 1.1, 0.8]))
+                p.copy_(torch.tensor([0.9, 1.1, 0.8])[:len(p)])
     return model
 
 
@@ -207,19 +207,23 @@ def test_filtered_trace_as_the_paper_forms_it(oracle):
         torch.testing.assert_close(unfiltered["blocks.2.attn.c_v.weight"], want)
 
 
-def test_query_and_key_credit_in_the_mean(oracle):
+def test_query_and_key_credit_in_the_mean():
     """Over many probes q's credit, and k's at gamma 1, point along autograd's gradient of the skip path; at gamma 0 k's does not."""
-    model, idx, targets, _, packet = oracle
+    model, (idx, targets) = grown(n_layer=1, window_pattern="L"), batch(rows=1, T=6)
+    with torch.no_grad():
+        packet, *_ = record(model, idx, targets, "qk")
+    packet.update(bus=exact(model, idx, targets)[1], step=0)
+    model.resid_lambdas.fill_(1.0)
+    want = direct(model, packet, 0, "attn")
 
     def found(**kw):
         with torch.no_grad():
-            got = stage1(model, packet, packet, Rule(sigma=1e-5, active="qk", probes=1200, **kw), LIVE)
-        want = direct(model, packet, 1, "attn")
-        return [cosine(got[f"blocks.1.attn.c_{w}.weight"], want[f"blocks.1.attn.c_{w}.weight"]).item() for w in "qk"]
+            got = stage1(model, packet, packet, Rule(sigma=1e-5, active="qk", probes=600, **kw), LIVE)
+        return [cosine(got[f"blocks.0.attn.c_{w}.weight"], want[f"blocks.0.attn.c_{w}.weight"]).item() for w in "qk"]
     q, k = found(gamma_k=1.0)
-    assert q > 0.97 and k > 0.85
+    assert q > 0.9 and k > 0.85
     assert found(gamma_k=0.0)[1] < 0.6
-    assert found(gamma_k=1.0, qk_probe="coupled")[0] > 0.9
+    assert found(gamma_k=1.0, qk_probe="coupled")[0] > 0.85
 
 
 def test_wte_credit_in_the_mean():
@@ -379,16 +383,17 @@ def test_micro_batches_average():
 
 def test_sr_lnp_and_sr_np_find_the_direction():
     """With many draws both comparators point along the exact gradient where their surrogates allow it."""
-    model, (idx, targets) = grown(), batch(rows=2, T=6)
+    model, (idx, targets) = grown(n_layer=2), batch(rows=1, T=5)
     grads, _ = exact(model, idx, targets)
     with torch.no_grad():
         packet, *_ = record(model, idx, targets, "np")
-        lnp = wm.sr_lnp(model, packet, targets, Rule(sigma=1e-4, draws=3000))
-        snp = wm.sr_np(model, packet, targets, Rule(sigma=1e-4, draws=800))
-    for name, least in (("blocks.2.ffn.c_proj.weight", 0.95), ("blocks.2.ffn.c_fc.weight", 0.85)):
+        lnp = wm.sr_lnp(model, packet, targets, Rule(sigma=1e-4, draws=1000))
+        snp = wm.sr_np(model, packet, targets, Rule(sigma=1e-4, draws=300))
+    for name, least in (("blocks.1.ffn.c_proj.weight", 0.95), ("blocks.1.ffn.c_fc.weight", 0.85)):
         assert cosine(lnp[name], grads[name]) > least, name
-        assert cosine(snp[name], grads[name]) > least - 0.1, name
-    assert cosine(snp["blocks.0.ffn.c_proj.weight"], grads["blocks.0.ffn.c_proj.weight"]) > 0.5
+        assert cosine(snp[name], grads[name]) > least - 0.15, name
+    assert cosine(snp["blocks.0.ffn.c_proj.weight"], grads["blocks.0.ffn.c_proj.weight"]) > 0.5      # it sees the layers above
+    assert cosine(snp["wte.weight"], grads["wte.weight"]) > 0.5
 
 
 def test_state_survives_a_copy():

@@ -1,0 +1,237 @@
+"""train_wm.py: every arm, exact resume and kills, ranks, records, and the mistakes a user can make."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+import stats
+import train_wm
+from common import UserError
+from data import prepare
+from train_wm import ARMS, BOTH_REGIMES, Config, flags_of
+from wm import active_weights
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix ten jugs of pale ink and sing".split()
+PUBLISHED = [r for r in json.loads((ROOT / "published" / "wm.json").read_text())["runs"] if not r["arm"].startswith("prose_")]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder, gen = tmp_path_factory.mktemp("corpus"), torch.Generator().manual_seed(0)
+    for i in range(30):
+        (folder / f"{i:02}.txt").write_text(" ".join(WORDS[j] for j in torch.randint(0, len(WORDS), (200,), generator=gen).tolist()))
+    return str(prepare([str(folder)], vocab_size=300, out=f"{folder}-store"))
+
+
+def flags(store, out, **kw):
+    """Command line of a run of a second or so; True and False become --flag and --no-flag."""
+    kw = {**dict(data=store, out=out, depth=2, head_dim=16, width=32, seq_len=16, batch_size=4, steps=6, eval_tokens=200, save_every=0), **kw}
+    argv = []
+    for key, value in kw.items():
+        argv += [f"--{'' if value else 'no-'}{key}"] if isinstance(value, bool) else [f"--{key}", str(value)]
+    return argv
+
+
+def run(store, out, **kw):
+    return train_wm.train(train_wm.parse(flags(store, out, **kw)))
+
+
+def checkpoint(out):
+    (path,) = Path(out).glob("*.ckpt")
+    return common.load_checkpoint(path)
+
+
+def assert_same(x, y, where=""):
+    if torch.is_tensor(x):
+        assert torch.equal(x, y), where
+    elif isinstance(x, dict):
+        assert x.keys() == y.keys(), where
+        for k in x:
+            assert_same(x[k], y[k], f"{where}/{k}")
+    elif isinstance(x, (list, tuple)):
+        assert len(x) == len(y), where
+        for i, (a, b) in enumerate(zip(x, y)):
+            assert_same(a, b, f"{where}/{i}")
+    else:
+        assert x == y, where
+
+
+def assert_same_end(a, b):
+    for part in ("model", "pipeline", "batches", "curve"):
+        assert_same(a[part], b[part], part)
+
+
+def test_every_tabulated_arm_is_here():
+    named = {(name, regime) for name, f in ARMS.items() for regime in (("d6", "native") if name in BOTH_REGIMES else (f.get("regime", "d6"),))}
+    assert named == {(r["arm"], "native" if r["regime"] == "native50m" else "d6") for r in PUBLISHED} and len(named) == 113
+
+
+def test_arms_say_what_the_tables_say():
+    """Steps, width, active parameters, streams, clocks, head optimizer, embedding rates and annealing, as far as they are printed."""
+    clocks = {("(t-1,t,t)", "(t-2,t,t)"): "strict_post", ("(t-1,t-1,t)", "(t-2,t,t)"): "stage2_pre", ("(t-1,t-1,t)", "(t-2,t-1,t)"): "both_pre",
+              ("(t-1,t-1,t)", "(t-2,t-2,t)"): "origin"}
+    counts = {}
+    for r in PUBLISHED:
+        c = Config(**flags_of(r["arm"], "native" if r["regime"] == "native50m" else "d6"))
+        train_wm.check(c)
+        assert c.steps == r["steps"] and train_wm.width_of(c) == r["width"], r["arm"]
+        if r.get("lm_opt"):
+            for key, value in (("lm_pool", r["lm_opt"]["pool"]), ("lm_beta1", r["lm_opt"]["beta1"]), ("lm_eps", r["lm_opt"]["eps"])):
+                assert value is None or getattr(c, key) == value, r["arm"]
+        for key in ("lr_wte", "lr_ve", "lrm_min"):
+            if r.get(key) is not None:
+                assert getattr(c, {"lr_wte": "wte_lr", "lr_ve": "ve_lr"}.get(key, key)) == r[key], (r["arm"], key)
+        stages = {k: v.replace(" [FP32]", "") for k, v in (r.get("clocks") or {}).items()}
+        if (key := (stages.get("stage2"), stages.get("stage1"))) in clocks:
+            assert c.clock == clocks[key] and c.method == "wm", r["arm"]
+        if r.get("G"):
+            assert (c.streams or c.batch_size * c.seq_len) == r["G"], r["arm"]
+        if r.get("Mg"):
+            assert c.batch_size * c.seq_len // (c.streams or c.batch_size * c.seq_len) == r["Mg"], r["arm"]
+        shape = (train_wm.width_of(c), c.depth, c.active, c.method in ("head_only", "lexical_only") and c.method, c.head_temp)
+        if shape not in counts:
+            with torch.device("meta"):
+                model = train_wm.GPT(train_wm.model_config(c, 8192))
+            counts[shape] = sum(p.numel() for stage in active_weights(model, c).values() for p in stage.values())
+        off = {256: 14.55 - 14.41792, 768: 67.11 - 66.84672}.get(r["width"], 0)  # printed, and not what 4 matrices of that width hold
+        assert abs(counts[shape] / 1e6 + off - r["active_params_M"]) < 0.011, (r["arm"], counts[shape])
+    assert {24_576_000, 46_137_344, 48_234_496, 50_331_648} <= set(counts.values())
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_trains(arm, store, tmp_path):
+    small = dict(steps=4, streams=4) if flags_of(arm).get("streams") else dict(steps=4)
+    small |= dict(draws=2) if ARMS[arm].get("method") in ("sr_lnp", "sr_np") else {}
+    small |= dict(accum=2) if ARMS[arm].get("regime") == "native" else {}
+    record = run(store, tmp_path, arm=arm, **small)
+    assert record["status"] == "finished" and record["arm"] == arm and record["steps"] == 4
+    assert 0 < record["metrics"]["val_bpb"] < 10 and len(record["curve"]) == 4
+
+
+def test_list_arms(capsys):
+    assert train_wm.parse(["--list_arms"]) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 114 and "2.0682 +- 0.0006  (the defaults)" in next(x for x in lines if x.startswith("wm_G2048_codesigned_opt_triton"))
+
+
+def test_resume_is_exact(store, tmp_path):
+    """6 steps in one go equal 3 and 3, bit for bit: weights, optimizer, packets in flight, batches, curve."""
+    for name, kw in (("wm", {}), ("qk", dict(active="qk", probes=2, clock="both_pre", accum=2)), ("lnp", dict(method="sr_lnp", draws=2)), ("bp", dict(method="backprop"))):
+        run(store, tmp_path / f"{name}-whole", **kw)
+        config = train_wm.parse(flags(store, tmp_path / f"{name}-parts", save_every=3, **kw))
+        old = train_wm.Pipeline.step
+
+        def stop_after_3(self, step, *args):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return old(self, step, *args)
+        train_wm.Pipeline.step = stop_after_3
+        try:
+            assert train_wm.train(config)["status"] == "stopped"
+        finally:
+            train_wm.Pipeline.step = old
+        assert checkpoint(tmp_path / f"{name}-parts")["step"] == 4
+        assert run(store, tmp_path / f"{name}-parts", resume=True, **kw)["status"] == "finished"
+        assert_same_end(checkpoint(tmp_path / f"{name}-whole"), checkpoint(tmp_path / f"{name}-parts"))
+
+
+def test_a_kill_between_stages_loses_nothing(store, tmp_path):
+    """SIGKILL in the middle of a step, after stage 2 was built: the last checkpoint continues to the same end."""
+    run(store, tmp_path / "whole")
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_wm, wm
+old = wm.stage1
+def killed(model, packet, *rest):
+    if packet["step"] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return old(model, packet, *rest)
+wm.stage1 = killed
+train_wm.main({[*flags(store, tmp_path / 'parts', save_every=1)]!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code.replace("PosixPath", "str")], capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert checkpoint(tmp_path / "parts")["step"] == 4
+    run(store, tmp_path / "parts", resume=True, save_every=1)
+    assert_same_end(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kw", [{}, dict(active="qk", streams=8), dict(method="backprop"), dict(method="sr_np", draws=2)], ids=str)
+def test_two_ranks_equal_one(kw, store, tmp_path):
+    one = run(store, tmp_path / "one", dtype="float64", threads=1, **kw)
+    argv = flags(store, tmp_path / "two", dtype="float64", threads=1, **kw)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(ROOT / "train_wm.py"), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "two").glob("*.json")
+    two = json.loads(path.read_text())
+    assert two["run"] == one["run"] and two["config"]["ranks"] == 2
+    assert max(abs(a[1] - b[1]) for a, b in zip(one["curve"], two["curve"])) < 1e-8
+    a, b = checkpoint(tmp_path / "one")["model"], checkpoint(tmp_path / "two")["model"]
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_record_can_be_read_by_stats(store, tmp_path, capsys):
+    for seed in (1, 2):
+        for method in ("wm", "backprop"):
+            run(store, tmp_path, method=method, seed=seed)
+    (tmp_path / "x.ckpt").unlink(missing_ok=True)
+    assert not stats.main([str(p) for p in sorted(tmp_path.glob("*.json"))])
+    out = capsys.readouterr().out
+    assert "wm_G2048_codesigned_opt_triton" in out and "backprop_d6_codesigned_opt" in out
+
+
+def test_names(store, tmp_path):
+    name = lambda *argv: train_wm.run_name(train_wm.parse(list(argv)))  # noqa: E731
+    assert name() == "wm_G2048_codesigned_opt_triton_d6_seed46"
+    assert name("--method", "backprop", "--width", "256") == "width256_backprop_codesigned_d6_seed46"
+    assert name("--gamma_k", "0.5") == name()                                   # a flag of a part that is off
+    assert name("--active", "qk", "--gamma_k", "0.5") != name("--active", "qk")
+    assert name("--sigma", "0.02").startswith("wm_G2048_codesigned_opt_triton_d6_seed46-")                # no arm is about sigma
+    assert name("--sigma", "0.02") != name("--sigma", "0.03")
+    assert name("--gamma_k", "0.5", "--active", "qk").startswith("custom_d6_seed46-")
+    assert name("--arm", "wm_G64_codesigned_opt_triton", "--seed", "47") == "wm_G64_codesigned_opt_triton_d6_seed47"
+    assert name("--arm", BOTH_REGIMES[0], "--regime", "native").startswith(f"{BOTH_REGIMES[0]}_d8_seed46")
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--arm", "nobody"], "unknown"), (["--regime", "d7"], "choice"), (["--width", "100"], "multiple"), (["--streams", "7"], "does not divide"),
+    (["--method", "sr_lnp", "--active", "q"], "no rule"), (["--reader", "muon_colnorm", "--hidden_opt", "adamw"], "momentum"),
+    (["--method", "backprop", "--reader", "muon_colnorm"], "belongs"), (["--head_temp", "--active", "q"], "choose one"), (["--clock", "late"], "choose"),
+    (["--gamma_k", "1.5"], "too large"), (["--sigma", "0"], "too small"), (["--sigma", "nan"], "finite"), (["--probes", "0"], "too small"), (["--eval_tokens", "1"], "no byte"),
+    (["--json"], "goes with"), (["--list_arms", "--seed", "1"], "no other flag"), (["--seed", "1", "--seed", "2"], "twice"), (["--out", ""], "empty")])
+def test_mistakes(argv, message):
+    with pytest.raises(UserError, match=message):
+        train_wm.parse(argv)
+
+
+def test_foreign_checkpoints_and_existing_results(store, tmp_path):
+    record = run(store, tmp_path, steps=2)
+    with pytest.raises(UserError, match="exists"):
+        run(store, tmp_path, steps=2)
+    path = tmp_path / f"{record['run']}.ckpt"
+    (tmp_path / f"{record['run']}.json").unlink()
+    with pytest.raises(UserError, match="unfinished"):
+        run(store, tmp_path, steps=2)
+    other = common.load_checkpoint(path)
+    common.save_checkpoint(path, {**other, "script": "train_oe.py"})
+    with pytest.raises(UserError, match="train_oe.py"):
+        run(store, tmp_path, steps=2, resume=True)
+    common.save_checkpoint(path, {**other, "pipeline": {"optimizer": 3}})
+    with pytest.raises(UserError, match="damaged"):
+        run(store, tmp_path, steps=2, resume=True)
+    common.save_checkpoint(path, {**other, "config": {**other["config"], "lm_lr": 0.5}})
+    with pytest.raises(UserError, match="lm_lr"):
+        run(store, tmp_path, steps=2, resume=True)
+    shutil.rmtree(tmp_path)

@@ -26,7 +26,7 @@ from data import DEFAULT_STORE, BestFitBatches, eval_batches, open_store
 from model import GPT, GPTConfig
 from optim import POOL
 from wm import (CLOCKS, Pipeline, Rule, attend, attention_map, bus_probe, fc_credit, filter_credit, future_sum, head_reward, load, options,
-                outer, qk_probe, record, skip_gains, stage1, stage2, tangent, v_credit, visible)
+                outer, qk_probe, record, skip_gains, stage1, stage2, tangent, v_credit)
 from wm_kernels import wm_credit
 
 HEAD_BETA2 = 0.95      # of lm_head, in every cell of the paper
@@ -64,6 +64,7 @@ class State:
 @dataclass(frozen=True)
 class Cosine(State):
     """wm-cosine."""
+    data: str = flag("", f"folder prepared by data.py (default: {DEFAULT_STORE}, or the checkpoint's own)")
     at: str = flag("10,50", "steps whose state is audited, with commas; with a checkpoint its own step is")
     streams: str = flag("256,64,1", "stream counts G beside one stream per token, with commas")
     run_steps: int = flag(360, "length of the run on whose schedule the warm-up stands", low=1, high=10**9)
@@ -133,11 +134,12 @@ def start(config, rule, batch_size=None):
     width = config.width or -(-64 * config.depth // config.head_dim) * config.head_dim
     if width % config.head_dim:
         raise UserError(f"--width {width} is no multiple of --head_dim {config.head_dim}")
-    device, store = common.pick_device(config.device), open_store(config.data)
+    device, store = common.pick_device(config.device), open_store(config.data or DEFAULT_STORE)
     model = GPT(GPTConfig(n_layer=config.depth, n_head=width // config.head_dim, n_embd=width, vocab_size=store.vocab_size,
                           sequence_len=config.seq_len, window_pattern="L")).init_weights(config.seed)
     model = (model.double() if config.dtype == "float64" else model).to(device)
-    return Pipeline(model, rule, config.seed), BestFitBatches(store.train, store.bos, batch_size or config.batch_size, config.seq_len, config.data_seed)
+    batches = BestFitBatches(store.train, store.bos, batch_size or config.batch_size, config.seq_len, config.data_seed)
+    return Pipeline(model, rule, config.seed), batches
 
 
 def draw_batch(batches, model):
@@ -321,23 +323,23 @@ def wm_cosine(config, paths):
     for step in tqdm(range(keep or 0, at[-1] + (3 if delayed else 1)), desc="training and auditing", leave=False, disable=None):
         batch = [draw_batch(batches, model) for _ in range(micros)]
         if step in at:
-            found[step], pending[step] = audit_step(model, batch, rules, f"audit/{config.seed}/{step}", step)
+            found[step], pending[step] = audit_step(model, batch, rules, f"audit/{pipeline.seed}/{step}", step)
         if delayed:
             pipeline.step(step, last, batch)
             installed(pipeline, pending, step, found)
-    return {"state": f"checkpoint {paths[0]}" if paths else f"initial weights of seed {config.seed}, then `step` steps of the 4-matrix WM rule itself",
-            "tokens": tokens, "sigma": pipeline.rule.sigma, "steps": found}
+    state = f"checkpoint {paths[0]}" if paths else f"initial weights of seed {config.seed}, then steps of the 4-matrix WM rule itself"
+    return {"state": state, "tokens": tokens, "sigma": pipeline.rule.sigma, "steps": found}
 
 
 def from_checkpoint(path, config):
-    """(pipeline, batches, micro-batches a step, [step], step, run length) of a run of train_wm.py, to continue it from where it was saved."""
+    """(pipeline, batches, micro-batches a step, [step], step, run length) of a run of train_wm.py, to be continued."""
     saved, model = open_run(path, ("pipeline", "batches", "data_digest"))
     if saved["script"] != "train_wm.py":
         raise UserError(f"{path} was written by {saved['script']}; wm-cosine continues runs of train_wm.py")
     with common.reading(path):
         old = saved["config"]
         rule = Rule(**{f.name: old[f.name] for f in dataclasses.fields(Rule)})
-        store = open_store(old["data"] if config.data == DEFAULT_STORE else config.data)
+        store = open_store(config.data or old["data"])
         if store.digest != saved["data_digest"]:
             raise UserError(f"{path} was trained on another corpus or tokenizer than {store.folder}; name the right --data")
         pipeline = Pipeline(model.to(common.pick_device(config.device)), rule, old["seed"])
@@ -350,16 +352,16 @@ def from_checkpoint(path, config):
 def print_cosine(found):
     paper = {row["G"]: row for row in published("cosines")}
     name = {"ffn.c_proj": "mlp.c_proj", "ffn.c_fc": "mlp.c_fc", "attn.c_v": "attn.c_v_filtered"}
-    print(f"Cosine with the exact gradient, mean over layers ({found['state']}; sigma {found['sigma']:g}, N = {found['tokens']:,} tokens).\n"
+    print("Cosine of pseudo-gradient and exact gradient, mean over layers\n"
+          f"({found['state']}; sigma {found['sigma']:g}, N = {found['tokens']:,} tokens).\n"
           "as_installed: what the pipeline installs, one or two steps late, against the gradient of its own batch at its own weights.\n"
           "paper: Table 1, at initialisation and without delay, N = 2,048.")
     for step, columns in found["steps"].items():
         print(f"\nstep {step}")
         rows = []
         for kind in columns["G=N"]:
-            row = {"matrix": kind, **{c: mean(columns[c][kind]) if kind in columns[c] else None for c in columns if c not in ("unfiltered", "uncentred")}}
-            row["unfiltered"] = mean(columns["unfiltered"][kind]) if kind in ("attn.c_v", "value_embeds") else None
-            row["uncentred"] = mean(columns["uncentred"][kind]) if kind == "wte" else None
+            acts = {"unfiltered": ("attn.c_v", "value_embeds"), "uncentred": ("wte",)}       # elsewhere they repeat the first column
+            row = {"matrix": kind, **{c: mean(v[kind]) if kind in acts.get(c, v) and kind in v else None for c, v in columns.items()}}
             row |= {f"paper G={'N' if g == 2048 else g}": paper[g].get(name.get(kind, kind)) for g in sorted(paper, reverse=True)}
             rows.append({**row, "paper unfiltered": paper[2048]["attn.c_v_unfiltered"] if kind == "attn.c_v" else None})
         table(rows, ".4f")
@@ -440,7 +442,7 @@ def head_drift(config, rule, cells, label, batch_size=None, receivers=None):
 
 
 def receiver_drift(pipeline, step, weights):
-    """{part: (cosine, relative L2)} of the stage-1 credit of the packet of step - 1 before and after c_proj took that batch's stage-2 update.
+    """{part: (cosine, relative L2)} of the stage-1 credit of the packet of step - 1, c_proj before and after that batch's stage-2 update.
 
     part: ffn (c_fc's credit), attn (c_v's), both; mean over layers, `both` over all values of all layers.
     """
@@ -471,20 +473,22 @@ def wm_drift(config, paths):
         if rows == 0:
             raise UserError("--batch_sizes 0 leaves the sweep out; it does not go with other sizes")
         found, _, alone = head_drift(config, rule, {SWEEP_CELL: CELLS[SWEEP_CELL]}, f"{rows} rows", rows)
-        sweep.append({"BT": rows * config.seq_len, "singleton_target_occupancy": alone, "rel_l2_drift_pct": 100 * found[SWEEP_CELL]["bus_tangent_rel_l2"]})
-    receivers = {name: {part: {"cos": mean(f[part][0] for f in found), "rel_l2_pct": 100 * mean(f[part][1] for f in found)} for part in found[0]}
+        drift = 100 * found[SWEEP_CELL]["bus_tangent_rel_l2"]
+        sweep.append({"BT": rows * config.seq_len, "singleton_target_occupancy": alone, "rel_l2_drift_pct": drift})
+    average = lambda pairs: {"cos": mean(c for c, _ in pairs), "rel_l2_pct": 100 * mean(r for _, r in pairs)}
+    receivers = {name: {part: average([f[part] for f in found]) for part in found[0]}
                  for name, found in (("Pre-Polar Muon", muon), ("AdamW", adamw))}
-    return {"state": f"initial weights of seed {config.seed}, {config.warm} steps of the 4-matrix WM rule, then {config.steps} audited steps of it",
-            "cells": cells, "proj_b_norm_ratio": ratio, "stage1_receiver_drift": receivers, "batch_occupancy": sweep}
+    state = f"initial weights of seed {config.seed}, {config.warm} steps of the 4-matrix WM rule, then {config.steps} audited steps of it"
+    return {"state": state, "cells": cells, "proj_b_norm_ratio": ratio, "stage1_receiver_drift": receivers, "batch_occupancy": sweep}
 
 
 def print_drift(found):
-    print(f"Credit before and after its receiver's update ({found['state']};\nmean over steps; the cells share one trajectory and differ in the"
-          " shadow optimizer that moves lm_head; Table 2 of the paper in the lines below each cell)")
+    print(f"Credit before and after its receiver's update ({found['state']};\n"
+          "mean over steps; the cells share one trajectory and differ in the shadow optimizer that moves lm_head; below each the paper's)")
     rows = []
     for row in published("drift"):
-        rows += [{"head optimizer": row["cell"], **found["cells"][row["cell"]], "proj_b_norm_ratio": found["proj_b_norm_ratio"]},
-                 {"head optimizer": "  paper", **{k: row[k] for k in found["cells"][row["cell"]]}, "proj_b_norm_ratio": row["proj_b_norm_ratio"]}]
+        ours = {**found["cells"][row["cell"]], "proj_b_norm_ratio": found["proj_b_norm_ratio"]}
+        rows += [{"head optimizer": row["cell"], **ours}, {"head optimizer": "  paper", **{k: row[k] for k in ours}}]
     table(rows, ".4f")
     print("\nstage-1 credit before and after c_proj's update")
     paper = {row["optimizer"]: row for row in reversed(published("drift_extra")["stage1_receiver_drift"])}
@@ -530,7 +534,8 @@ def wm_kurtosis(config, paths):
             kappa.append(k), ratio.append(r)
     kappa, ratio, D = torch.cat(kappa), torch.cat(ratio), pipeline.model.cfg.n_embd
     return {"kappa4_token_mean": kappa.mean().item(), "kappa4_token_max": kappa.max().item(), "bound_mean": kappa.mean().item() / D,
-            "empirical_ratio_mean": ratio.mean().item(), "empirical_ratio_token_max": ratio.max().item(), "token_evaluations": len(kappa), "D": D}
+            "empirical_ratio_mean": ratio.mean().item(), "empirical_ratio_token_max": ratio.max().item(), "token_evaluations": len(kappa),
+            "D": D}
 
 
 def print_kurtosis(found):
@@ -563,7 +568,7 @@ def exact_attention(model, layer, idx, S, i):
     ve = model.value_embeds[str(i)](idx) if model.cfg.has_value_embedding(i) else None
     trace, parts = {}, ("c_v", "c_q", "c_k")
     with grads_on(model):
-        attn(layer["attn_in"], ve, model.cos[:T], model.sin[:T], None if attn.window >= T - 1 else visible(T, idx.device, attn.window), trace)
+        attn(layer["attn_in"], ve, model.cos[:T], model.sin[:T], model._masks(T, idx.device)[attn.window], trace)
         found = torch.autograd.grad(-(S * trace["y"].flatten(0, 1)).sum() / len(S), [getattr(attn, part).weight for part in parts])
     return dict(zip(parts, found))
 
@@ -573,7 +578,7 @@ def tiers(model, packet, S, exact, i, rule, probes, gammas):
     """[(part, gamma_k, K, cosine)] for layer i: c_v, then c_q by probes K, then c_k by K and discount; the probes of wm.qk_credit."""
     layer, x, window = packet["layers"][i], packet["layers"][i]["attn_in"].flatten(0, 1), model.blocks[i].attn.window
     n, T = len(x), layer["q"].size(1)
-    mask = None if window >= T - 1 else visible(T, x.device, window)
+    mask = model._masks(T, x.device)[window]
     score = lambda part, credit: cosine(outer(credit.flatten(2).flatten(0, 1), x, -1 / n), exact[part])
     found = [("c_v", None, 1, score("c_v", filter_credit(layer, S, rule, window)))]
     for which in "qk":
@@ -604,18 +609,24 @@ def wm_attention(config, paths):
         packet, _, _ = record(model, idx, targets, f"audit/{config.seed}")
     S = oracle(model, idx, targets, i)
     found = tiers(model, packet, S, exact_attention(model, packet["layers"][i], idx, S, i), i, rule, probes, gammas)
+    found.sort(key=lambda row: ("vqk".index(row[0][2]), row[1] or 0, row[2]))
     return {"layer": i, "head_dim": model.cfg.head_dim, "tokens": idx.numel(), "sigma": rule.sigma,
-            "tiers": [dict(zip(("matrix", "gamma_k", "K", "cosine"), row)) for row in sorted(found, key=lambda r: ("vqk".index(r[0][2]), r[1] or 0, r[2]))]}
+            "tiers": [dict(zip(("matrix", "gamma_k", "K", "cosine"), row)) for row in found]}
 
 
 def print_attention(found):
-    print(f"Cosine with the exact gradient through the attention of layer {found['layer']} at initial weights, {found['tokens']:,} tokens, one per stream.\n"
+    print(f"Cosine with the exact gradient through the attention of layer {found['layer']}, initial weights, {found['tokens']:,} tokens.\n"
           "The oracle is the exact gradient behind c_proj, which is 0 here and read as the identity. "
           f"1 / sqrt(D) = {found['head_dim'] ** -0.5:.4f} at D = {found['head_dim']}.")
     tier = published("attention_tiers")
     paper = {("c_v", None, 1): tier["W_V"][0]["cos"], **{("c_q", None, r["K"]): r["cos"] for r in tier["W_Q"]},
              **{("c_k", r["gamma_K"], r["K"]): r["cos"] for r in tier["W_K"]}}
-    table([{**row, "paper": paper.get((row["matrix"], row["gamma_k"], row["K"]))} for row in found["tiers"]], ".4f")
+    rows = defaultdict(dict)
+    for row in found["tiers"]:
+        rows[row["matrix"], row["gamma_k"]][row["K"]] = row["cosine"]
+    counts = sorted({K for row in rows.values() for K in row})
+    table([{"matrix": part, "gamma_k": gamma, **{f"K={K}": row.get(K) for K in counts},
+            **{f"paper K={K}": paper.get((part, gamma, K)) for K in counts}} for (part, gamma), row in rows.items()], ".4f")
 
 
 # ---- wm-causality ----
@@ -634,9 +645,9 @@ def tensors_of(value):
 
 
 def causal_run(rule, seed, flip=None, nudge=None):
-    """A run of STEPS steps of the tiny model on random tokens: ([{name: (weight, installed pseudo-gradient)} after each step], tensors seen).
+    """STEPS steps of the tiny model on random tokens: ([{name: (weight, installed pseudo-gradient)} after each step], tensors seen).
 
-    flip: the step whose targets are others. nudge: (step, part of a name): after that step these weights are moved by noise, before the next.
+    flip: the step whose targets are others. nudge: (step, part of a name): between that step and the next these weights are moved by noise.
     RuntimeError when any parameter, packet, waiting pseudo-gradient or optimizer state requires a gradient.
     """
     gen = torch.Generator().manual_seed(seed)
@@ -647,8 +658,8 @@ def causal_run(rule, seed, flip=None, nudge=None):
         pipeline.step(step, STEPS, [(idx, others if step == flip else targets)])
         weights = {name: p for stage in pipeline.active.values() for name, p in stage.items()}
         after.append({name: (p.detach().clone(), None if p.grad is None else p.grad.clone()) for name, p in weights.items()})
-        everything = list(tensors_of([dict(pipeline.model.named_parameters()), [p.grad for p in weights.values()], pipeline.packets, pipeline.waiting,
-                                      [dict(s) for s in pipeline.optimizer.state.values()]]))
+        everything = list(tensors_of([dict(pipeline.model.named_parameters()), [p.grad for p in weights.values()], pipeline.packets,
+                                      pipeline.waiting, list(pipeline.optimizer.state.values())]))
         seen += len(everything)
         if any(t.requires_grad or t.grad_fn is not None for t in everything):
             raise RuntimeError(f"a tensor of step {step} requires a gradient")
@@ -668,15 +679,15 @@ def wm_causality(config, paths):
         plain, n = causal_run(rule, config.seed)
         flipped, _ = causal_run(rule, config.seed, flip=AT)
         stages = Pipeline(GPT(GPTConfig(**TINY)), rule, 0).active
-        first = {str(stage): next((step - AT for step in range(STEPS) if any(not torch.equal(plain[step][n][0], flipped[step][n][0]) for n in names)), None)
+        differ = lambda a, b, names, what: any(not torch.equal(a[n][what], b[n][what]) for n in names)
+        first = {str(stage): next((step - AT for step in range(STEPS) if differ(plain[step], flipped[step], names, 0)), None)
                  for stage, names in stages.items()}
         reads, want = {}, {}
         for stage, receiver, built in ((2, "lm_head", ages[0]), (1, "c_proj", ages[1])):
             due = AT + {2: 1, 1: 2}[stage]
             for age in range(due - AT):
                 moved, _ = causal_run(rule, config.seed, nudge=(AT + age, receiver))
-                differs = any(not torch.equal(plain[due][n][1], moved[due][n][1]) for n in stages[stage])
-                reads[f"stage {stage}, {receiver} moved after age {age}"] = differs
+                reads[f"stage {stage}, {receiver} moved after age {age}"] = differ(plain[due], moved[due], stages[stage], 1)
                 want[f"stage {stage}, {receiver} moved after age {age}"] = age < built
         clocks[clock] = {"first_change": first, "reads": reads, "reads_expected": want}
         seen += n
@@ -686,11 +697,12 @@ def wm_causality(config, paths):
 
 def print_causality(found):
     print("Age at which changed targets first reach the weights (0: in the same step; expected 0, 1, 2 on every clock), and whether the\n"
-          "pseudo-gradient of a packet in flight changes when its receiver is moved after the step of that age (expected: age < age of building)")
+          "pseudo-gradient of a packet in flight changes when its receiver is moved after the step of that age (yes: it is built later)")
     yes = {True: "yes", False: "no"}
     table([{"clock": clock, "builds at": "{}, {}".format(*CLOCKS[clock]), **{f"stage {k}": v for k, v in c["first_change"].items()},
             **{k.replace(" moved after age", ", age"): yes[v] for k, v in c["reads"].items()}} for clock, c in found["clocks"].items()])
-    print(f"as expected: {'yes' if found['as_expected'] else 'NO'}; {found['tensors']:,} tensors looked at, {found['require_grad']} require a gradient")
+    right = "yes" if found["as_expected"] else "NO"
+    print(f"as expected: {right}; of {found['tensors']:,} tensors {found['require_grad']} require a gradient")
 
 
 # ---- wm-geometry (WM 4.6) ----
@@ -713,7 +725,9 @@ def attention_maps(model, idx):
 
 
 def wm_geometry(config, paths):
-    """Stable rank and coherence by layer, and |A - A_0|_F / |A_0|_F by layer on the first validation rows, A_0 of CKPT0 or of the run's initial weights."""
+    """Stable rank and coherence of both c_proj by layer, and |A - A_0|_F / |A_0|_F by layer on the first validation rows.
+
+    A are the attention maps, A_0 those of CKPT0 or else of the initial weights that the checkpoint's config and seed give."""
     saved, model = open_run(paths[0], ("data_digest",))
     if len(paths) > 1:
         other, first = open_run(paths[1])
@@ -729,8 +743,9 @@ def wm_geometry(config, paths):
     device = common.pick_device(config.device)
     idx = next(iter(eval_batches(store.val, store.bos, config.batch_size, model.cfg.sequence_len)))[0].to(device)
     now, then = (attention_maps(m.to(device).double(), idx) for m in (model, first))
-    return {"checkpoint": paths[0], "step": saved["step"], "arm": saved["config"].get("arm", ""), "compared_with": paths[1] if len(paths) > 1 else
-            f"initial weights of seed {saved['config']['seed']}", "rows": len(idx), "matrices": shapes_of(model.state_dict(), model.cfg.n_layer),
+    return {"checkpoint": paths[0], "step": saved["step"], "arm": saved["config"].get("arm", ""), "rows": len(idx),
+            "compared_with": paths[1] if len(paths) > 1 else f"initial weights of seed {saved['config']['seed']}",
+            "matrices": shapes_of(model.state_dict(), model.cfg.n_layer),
             "attention_shift": [relative(a - b, b) for a, b in zip(now, then)]}
 
 
@@ -755,7 +770,8 @@ def print_geometry(found):
 def table(rows, digits=".6g"):
     """Print dicts as a table; a column appears when any row has it."""
     names = list(dict.fromkeys(k for row in rows for k in row))
-    cell = lambda v: "-" if v is None or v != v else f"{v:,}" if isinstance(v, int) else format(v, digits) if isinstance(v, float) else str(v)
+    cell = lambda v: ("-" if v is None or v != v else f"{v:,}" if isinstance(v, int) else format(v, digits) if isinstance(v, float)
+                      else str(v))
     grid = [names, *[[cell(row.get(n)) for n in names] for row in rows]]
     text = {n for n in names if any(isinstance(row.get(n), str) for row in rows)}
     width = [max(len(line[i]) for line in grid) for i in range(len(names))]

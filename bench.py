@@ -5,6 +5,9 @@
     python bench.py opt     training step of each family of OE arms against its native one
     python bench.py ddp     training step on two ranks against one process (on one machine they share its cores)
     python bench.py contraction   WM's 13 reward contractions of the d6 model against the papers' outer products and against the bare GEMMs
+    python bench.py wm-step step of delayed WM against exact backprop on the same weights (d6, 4 matrices): time and peak memory
+    python bench.py ablate  training step of the ablations' modern config against a plain nanoGPT-style one of the same shape
+    python bench.py delta   chunked gated delta rule at 512 tokens against its recurrence and against softmax attention
 
 Single timings on a shared machine mean nothing; the ratio of two things in one run does. Each prints a table and, as its last
 line, one JSON object: {"bench", "ratio", "a_median_s", "b_median_s", "pairs", ...}, ratio = a / b.
@@ -19,11 +22,14 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 import common
 from common import UserError, flag
-from model import GPT, GPTConfig, chunked_loss, plain_loss
+from model import GPT, GPTConfig, chunked_loss, plain_loss, rotary_tables, rotate
 from optim import PACKAGE, PACKAGE_SCHEDULE, MuonAdamW, native_groups, set_schedule
+from wm import Pipeline, Rule
 from wm_kernels import PRECISIONS, wm_reward
 
 LAPTOP = dict(depth=4, head_dim=64, sequence_len=256)   # the laptop preset's model and batch
@@ -57,9 +63,9 @@ def interleave(sides, pairs, device, warmup=2):
 def report(bench, seconds, a, b, pairs, **more):
     """Print the table of medians and the JSON line; a / b is the headline ratio."""
     for name, s in seconds.items():
-        print(f"{name:24} {s * 1e3:10.2f} ms   {s / seconds[b]:6.3f} x {b}")
+        print(f"{name:33} {s * 1e3:10.2f} ms   {s / seconds[b]:6.3f} x {b}")
     for key, value in more.items():
-        print(f"{key:24} {value}")
+        print(f"{key:33} {value}")
     print(json.dumps({"bench": bench, "ratio": round(seconds[a] / seconds[b], 4), "a": a, "b": b, "a_median_s": seconds[a],
                       "b_median_s": seconds[b], "pairs": pairs, "torch": torch.__version__, "threads": torch.get_num_threads(), **more}))
 
@@ -217,27 +223,161 @@ def bench_contraction(config, device):
     report("contraction", {"outer": slow["outer"], **s}, "torch ieee", "gemms", config.pairs, outer_pairs=few, tokens=WM_TOKENS, **more)
 
 
-BENCHES = {"oe": bench_oe, "loss": bench_loss, "opt": bench_opt, "ddp": bench_ddp, "contraction": bench_contraction}
-INNER = ("loss-memory", "ddp-step")   # what the benches above start in processes of their own
+class PlainBlock(nn.Module):
+    """A layer of the modern config the way nanoGPT would write it: one matrix for q, k and v, dropout, torch's own attention."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        C, self.n_head, self.drop = cfg.n_embd, cfg.n_head, nn.Dropout(cfg.dropout)
+        self.norm_attn, self.norm_ffn = nn.RMSNorm(C), nn.RMSNorm(C)
+        self.c_attn, self.c_proj = nn.Linear(C, 3 * C, bias=False), nn.Linear(C, C, bias=False)
+        self.c_fc, self.c_gate, self.c_out = (nn.Linear(i, o, bias=False) for i, o in ((C, cfg.hidden), (C, cfg.hidden), (cfg.hidden, C)))
+
+    def forward(self, x, cos, sin):
+        B, T, C = x.shape
+        q, k, v = (z.view(B, T, self.n_head, -1) for z in self.c_attn(self.norm_attn(x)).split(C, dim=-1))
+        q, k, v = (z.transpose(1, 2) for z in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.drop.p if self.training else 0.0)
+        x = x + self.drop(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+        h = self.norm_ffn(x)
+        return x + self.drop(self.c_out(F.silu(self.c_gate(h)) * self.c_fc(h)))
+
+
+class PlainGPT(nn.Module):
+    """The modern config with nanoGPT's loss: all logits at once, then cross-entropy."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.wte, self.drop, self.norm = nn.Embedding(cfg.vocab_size, cfg.n_embd), nn.Dropout(cfg.dropout), nn.RMSNorm(cfg.n_embd)
+        self.blocks = nn.ModuleList(PlainBlock(cfg) for _ in range(cfg.n_layer))
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02) if p.ndim > 1 else None
+        for name, table in zip(("cos", "sin"), rotary_tables(cfg.sequence_len, cfg.head_dim, cfg.rope_base)):
+            self.register_buffer(name, table, persistent=False)
+
+    def forward(self, idx, targets):
+        x = self.drop(self.wte(idx))
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        logits = F.linear(self.norm(x), self.wte.weight)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def loop_step(model, x, y, **adamw):
+    """A function that runs one training step with AdamW and clipping, and returns the loss."""
+    model.train()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=3e-4, **adamw)
+
+    def run():
+        loss = model(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+    return run
+
+
+def bench_ablate(config, device):
+    """The step that ablate.py takes for `modern` (a test compares them) against the plain one: 32 rows of 128 tokens, 8192 ids."""
+    cfg = GPTConfig.modern()
+    ids = torch.randint(0, cfg.vocab_size, (32, cfg.sequence_len + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    plain, modern = PlainGPT(cfg).to(device), GPT(cfg).init_weights(0).to(device)
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (plain, modern)]
+    assert sizes[0] == sizes[1], sizes
+    s = interleave({"modern": loop_step(modern, x, y, fused=True), "plain": loop_step(plain, x, y)}, config.pairs, device)
+    report("ablate", s, "modern", "plain", config.pairs, params=sizes[0])
+
+
+def mixer_run(device, rows, tokens, **kw):
+    """A function that runs forward and backward of the first attention layer of a modern model."""
+    cfg = GPTConfig.modern(sequence_len=tokens, dropout=0.0, **kw)
+    model = GPT(cfg).init_weights(0).to(device)
+    gen = torch.Generator().manual_seed(0)
+    x, up = (torch.randn(rows, tokens, cfg.n_embd, generator=gen).to(device) for _ in range(2))
+    tables = (None, None) if model.cos is None else (model.cos, model.sin)
+
+    def run():
+        z = x.clone().requires_grad_()
+        model.blocks[0].attn(z, None, *tables, None).backward(up)
+    return run
+
+
+def bench_delta(config, device):
+    """Gated delta rules at 512 tokens, forward and backward of the layer, without dropout: in chunks, step by step, and softmax beside them.
+
+    The recurrence works on all rows at once, so that its calls cost less per row the more rows there are: measured at 1 row and at 8.
+    """
+    tokens, few, more, seconds, names = 512, 3, {}, {}, ("gated_delta", "gated_delta_scalar")
+    for rows in (8, 1):
+        def make(attn="softmax", **kw):
+            return mixer_run(device, rows, tokens, attn=attn, **({} if attn == "softmax" else {"pos": "none"}), **kw)
+        s = interleave({n: make(n) for n in (*names, "softmax")}, config.pairs, device)
+        slow = interleave({n + tag: make(n, fast_weight_impl=impl) for n in names for tag, impl in ((" recurrent", "recurrent"), ("", "chunk"))},
+                          few, device, warmup=1)
+        for n in names:
+            more[f"recurrent_over_{n}_rows{rows}"] = round(slow[n + " recurrent"] / slow[n], 2)
+            more[f"{n}_over_softmax_rows{rows}"] = round(s[n] / s["softmax"], 4)
+        seconds.update({f"{n}, {rows} rows": t for n, t in {**slow, **s}.items()})
+    report("delta", seconds, "gated_delta_scalar, 8 rows", "softmax, 8 rows", config.pairs, recurrent_pairs=few, tokens=tokens, **more)
+
+
+def wm_step_of(device, **rule):
+    """A function that runs one whole step (forward, rule, optimizer) of the d6 model under a wm.Rule, on fresh tokens."""
+    model = GPT(GPTConfig.backbone(6, head_dim=64, sequence_len=256, window_pattern="L")).init_weights(0).to(device)
+    pipeline, gen, step = Pipeline(model, Rule(**rule), 0), torch.Generator().manual_seed(0), iter(range(1 << 30))
+
+    def run():
+        ids = (8192 ** torch.rand(8, 257, generator=gen) - 1).long().clamp_(0, 8191).to(device)   # Zipf-like, as text
+        pipeline.step(25 + next(step), 1 << 20, [(ids[:, :-1], ids[:, 1:])])                        # past the ramp of the equilibration
+    return run
+
+
+WM_SIDES = ("wm", "backprop")
+
+
+def wm_memory(method, device, steps=5):
+    """Peak MiB of a process that trains a few steps, the pipeline full; on the CPU its resident set."""
+    run = wm_step_of(device, method=method)
+    for _ in range(steps):
+        run()
+    return common.peak_mem_mib(device)
+
+
+def bench_wm_step(config, device):
+    """The delayed rule at one token per stream against autograd on the same active weights and optimizer; six matrices beside it."""
+    sides = {"wm": dict(), "backprop": dict(method="backprop"), "wm 6 matrices": dict(active="qk"), "backprop 6 matrices": dict(method="backprop", active="qk")}
+    s = interleave({name: wm_step_of(device, **rule) for name, rule in sides.items()}, config.pairs, device, warmup=4)
+    mib = {name: fresh("wm-memory", "--device", config.device, "--side", name)["mib"] for name in WM_SIDES}
+    report("wm-step", s, "wm", "backprop", config.pairs, six_over_six=round(s["wm 6 matrices"] / s["backprop 6 matrices"], 4),
+           memory_ratio=round(mib["wm"] / mib["backprop"], 4), wm_peak_mib=round(mib["wm"], 1), backprop_peak_mib=round(mib["backprop"], 1))
+
+
+BENCHES = {"oe": bench_oe, "loss": bench_loss, "opt": bench_opt, "ddp": bench_ddp, "contraction": bench_contraction, "ablate": bench_ablate,
+           "delta": bench_delta, "wm-step": bench_wm_step}
+MEMORY = {"loss-memory": (LOSSES, loss_memory), "wm-memory": (WM_SIDES, wm_memory)}   # name -> (its sides, MiB of one of them)
+INNER = (*MEMORY, "ddp-step")   # what the benches above start in processes of their own
 
 
 def main(argv=None):
     parser = common.make_parser(__doc__)
     parser.add_argument("bench", choices=[*BENCHES, *INNER], metavar="NAME", help=" | ".join(BENCHES))
-    parser.add_argument("--side", choices=list(LOSSES), help="loss-memory only: which loss to measure, in this process")
+    parser.add_argument("--side", choices=[*LOSSES, *WM_SIDES], help="loss-memory and wm-memory only: what to measure, in this process")
     common.add_flags(parser, Config)
     given = vars(parser.parse_args(argv))
     name, side, config = given.pop("bench"), given.pop("side", None), Config(**given)
     common.check_bounds(config)
-    if (side is not None) != (name == "loss-memory"):
-        raise UserError("--side goes with loss-memory and nothing else")
+    if (side is not None) != (name in MEMORY) or side and side not in MEMORY[name][0]:
+        raise UserError(f"--side goes with {' and '.join(MEMORY)} and nothing else, and names one of their sides")
     if config.threads:
         torch.set_num_threads(config.threads)
     if name == "ddp-step":
         return ddp_step(config)
     device = common.pick_device(config.device)
-    if name == "loss-memory":
-        return print(json.dumps({"mib": loss_memory(side, device)}))
+    if name in MEMORY:
+        return print(json.dumps({"mib": MEMORY[name][1](side, device)}))
     BENCHES[name](config, device)
 
 

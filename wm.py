@@ -62,7 +62,7 @@ class Rule:
     k_lr: float = flag(0.012, "rate of c_k", low=0, high=1e10)
     q_beta: float = flag(0.95, "momentum of c_q", low=0, high=0.9999)
     k_beta: float = flag(0.98, "momentum of c_k", low=0, high=0.9999)
-    lm_lr: float = flag(0.002, "rate of lm_head", low=0, high=1e10)
+    lm_lr: float = flag(0.008, "rate of lm_head", low=0, high=1e10)
     lm_pool: str = flag("entrywise", "second moment of lm_head: per entry, or averaged over a row", choices=("entrywise", "row_iso"))
     lm_beta1: float = flag(0.9, "first-moment decay of lm_head", low=0, high=0.9999)
     lm_eps: float = flag(1e-4, "epsilon of lm_head, outside the root", low=0, high=10)

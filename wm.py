@@ -29,7 +29,7 @@ from wm_kernels import signs, wm_credit, wm_credit_relu2, wm_reward
 CLOCKS = {"strict_post": (1, 2), "stage2_pre": (0, 2), "both_pre": (0, 1), "origin": (0, 0)}
 METHODS = ("wm", "backprop", "sr_lnp", "sr_np", "head_only", "lexical_only", "mismatched_origin")
 EQUILIBRATE_TAU = 25     # Pre-Polar Muon equilibrates before the polar step, at full strength after this many steps
-HEAD_CHUNK = 128         # tokens whose logits are held at once: 4 MiB at V = 8192, which stays in a CPU's cache
+HEAD_CHUNK = 128         # tokens whose logits are worked on at once: 4 MiB at V = 8192, which stays in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -152,20 +152,16 @@ def head_scores(x, weight, targets, softcap):
     s = x.new_empty(len(x), len(weight))
     nats, grad = x.new_empty(len(x)), torch.zeros_like(weight, dtype=x.dtype)
     w, chunk = weight.to(x.dtype), HEAD_CHUNK * (64 if x.is_cuda else 1)
+    keep, buffer = (targets >= 0).to(x.dtype).unsqueeze(1), x.new_empty(min(chunk, len(x)), len(weight))
     for i in range(0, len(x), chunk):
-        part, y = x[i:i + chunk], targets[i:i + chunk]
-        t = torch.mm(part, w.t(), out=s[i:i + chunk])
-        slope = None
-        if softcap:
-            t.div_(softcap).tanh_()
-            slope = 1 - t.square()
-            t.mul_(softcap)
-        p = torch.log_softmax(t, dim=-1)
-        picked, keep = y.clamp_min(0).unsqueeze(1), (y >= 0).to(x.dtype).unsqueeze(1)
-        nats[i:i + chunk] = (-p.gather(1, picked) * keep).squeeze(1)
-        p.exp_().scatter_add_(1, picked, -torch.ones_like(keep))
-        torch.mul(p, slope if softcap else keep, out=t)
-        t.mul_(-keep)
+        part, y, kept = x[i:i + chunk], targets[i:i + chunk].clamp_min(0).unsqueeze(1), keep[i:i + chunk]
+        t = torch.addmm(s[i:i + chunk], part, w.t(), beta=0, alpha=1 / softcap, out=s[i:i + chunk]).tanh_()
+        z = torch.mul(t, softcap, out=buffer[:len(t)])         # at most softcap: exp needs no maximum taken off
+        nats_y = z.gather(1, y)
+        total = z.exp_().sum(1, keepdim=True)
+        nats[i:i + chunk] = ((total.log() - nats_y) * kept).squeeze(1)
+        p = z.mul_(-kept / total).scatter_add_(1, y, kept)     # onehot - softmax
+        torch.addcmul(p, p, t.square_(), value=-1, out=t)      # times 1 - tanh^2
         grad.addmm_(t.t(), part, alpha=-1 / len(x))
     return s, nats, grad
 

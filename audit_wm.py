@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -224,21 +225,17 @@ def exact_gradients(model, micro_batches, names):
     return total
 
 
-class grads_on:
-    """with grads_on(model): every parameter requires a gradient inside, and what it required before afterwards."""
-
-    def __init__(self, model):
-        self.before, self.mode = [(p, p.requires_grad) for p in model.parameters()], torch.enable_grad()
-
-    def __enter__(self):
-        self.mode.__enter__()
-        for p, _ in self.before:
-            p.requires_grad_(True)
-
-    def __exit__(self, *error):
-        for p, needed in self.before:
+@contextmanager
+def grads_on(model):
+    """Every parameter requires a gradient inside the block, and what it required before afterwards."""
+    before = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        with torch.enable_grad():
+            model.requires_grad_(True)
+            yield
+    finally:
+        for p, needed in before:
             p.requires_grad_(needed)
-        self.mode.__exit__(*error)
 
 
 def live(name, W):

@@ -14,13 +14,23 @@ import train_wm
 import wm
 from audit_wm import CELLS, Cosine, Drift, cosine
 from common import UserError
+from data import prepare
 from model import GPT, GPTConfig
 from optim import POOL
-from test_train_oe import store  # noqa: F401  (a fixture)
 from wm import Rule, record
 from wm_kernels import signs
 
 SMALL = dict(depth=2, width=64, head_dim=32, seq_len=17, batch_size=3, device="cpu", dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder, gen = tmp_path_factory.mktemp("corpus"), torch.Generator().manual_seed(0)
+    words = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix ten jugs of pale ink and sing".split()
+    for i in range(30):
+        chosen = torch.randint(0, len(words), (60 + 20 * i,), generator=gen)
+        (folder / f"{i:02}.txt").write_text(" ".join(words[j] for j in chosen.tolist()))
+    return str(prepare([str(folder)], vocab_size=300, out=f"{folder}-store"))
 
 
 def argv(name, data, *more, **flags):
@@ -66,7 +76,7 @@ def test_cells_are_those_of_table_2():
     assert {row["cell"]: (row["pool"], row["beta1"], row["eps"]) for row in audit_wm.published("drift")} == CELLS
 
 
-def test_exact_gradients_leave_no_trace(store):  # noqa: F811
+def test_exact_gradients_leave_no_trace(store):
     pipeline, batches = warmed(store)
     model, micros = pipeline.model, [batches.next(), batches.next()]
     grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
@@ -83,7 +93,7 @@ def test_exact_gradients_leave_no_trace(store):  # noqa: F811
 
 # ---- wm-cosine ----
 
-def test_cosine_falls_with_the_streams_and_without_the_filter(store, capsys):  # noqa: F811
+def test_cosine_falls_with_the_streams_and_without_the_filter(store, capsys):
     found = said("wm-cosine", capsys, store, at="2,4", streams="17,1", batch_size=4, seq_len=17)
     assert list(found["steps"]) == ["2", "4"] and found["tokens"] == 68
     columns = {c: {k: audit_wm.mean(v) for k, v in kinds.items()} for c, kinds in found["steps"]["4"].items()}
@@ -92,18 +102,18 @@ def test_cosine_falls_with_the_streams_and_without_the_filter(store, capsys):  #
         assert columns["G=N"][kind] > 0.9 and columns["G=N"][kind] > columns["G=17"][kind] + 0.1, kind
         assert 0.5 < columns["as_installed"][kind] < columns["G=N"][kind]
     assert columns["unfiltered"]["attn.c_v"] < columns["G=N"]["attn.c_v"] - 0.05
-    assert columns["unfiltered"]["value_embeds"] < 0.6 * columns["G=N"]["value_embeds"]
+    assert columns["unfiltered"]["value_embeds"] < 0.8 * columns["G=N"]["value_embeds"]
     assert columns["unfiltered"]["ffn.c_fc"] == columns["G=N"]["ffn.c_fc"]
     assert columns["uncentred"]["wte"] > columns["G=N"]["wte"] and columns["uncentred"]["attn.c_v"] == columns["G=N"]["attn.c_v"]
     assert 0 < columns["G=N"]["attn.c_q"] < 0.6 and "attn.c_q" not in columns["as_installed"]
 
 
-def test_no_credit_at_initial_weights_is_null(store, capsys):  # noqa: F811
+def test_no_credit_at_initial_weights_is_null(store, capsys):
     kinds = said("wm-cosine", capsys, store, at="0", streams="1")["steps"]["0"]["G=N"]
     assert kinds["ffn.c_fc"] == [None, None] and kinds["attn.c_proj"][0] > 0.5
 
 
-def test_as_installed_is_the_credit_built_with_later_receivers(store):  # noqa: F811
+def test_as_installed_is_the_credit_built_with_later_receivers(store):
     found = audit_wm.wm_cosine(Cosine(data=store, at="3", streams="1", **SMALL), [])["steps"][3]["as_installed"]
     pipeline, batches = warmed(store, 3)
     model, batch, want = pipeline.model, batches.next(), {}
@@ -126,7 +136,7 @@ def trained(data, out, steps, **flags):
     return f"{out}/{record['run']}.ckpt"
 
 
-def test_cosine_of_a_checkpoint_is_that_of_its_step(store, tmp_path, capsys):  # noqa: F811
+def test_cosine_of_a_checkpoint_is_that_of_its_step(store, tmp_path, capsys):
     path = trained(store, tmp_path, 4)
     audit.main(["wm-cosine", path, "--streams=1", "--json", "--device=cpu"])
     ours = json.loads(capsys.readouterr().out.splitlines()[-1])["steps"]
@@ -134,10 +144,16 @@ def test_cosine_of_a_checkpoint_is_that_of_its_step(store, tmp_path, capsys):  #
     path = trained(store, tmp_path, 3, method="backprop", accum=2)
     audit.main(["wm-cosine", path, "--streams=17", "--device=cpu"])
     text = capsys.readouterr().out
-    assert "step 3" in text and "as_installed" not in text.split("step 3")[1] and "0.9139" in text
-    for more, word in ((["--seed=3"], "checkpoint's own"), (["--data=" + str(tmp_path)], ""), ([path], "0 to 1")):
+    table = text.split("\nstep 3\n")[1]
+    assert "as_installed" not in table and "0.9139" in table
+    (tmp_path / "other.txt").write_text("another corpus " * 400)
+    other = f"--data={prepare([str(tmp_path / 'other.txt')], vocab_size=265, out=str(tmp_path / 'other'))}"
+    for more, word in ((["--seed=3"], "checkpoint's own"), ([f"--data={tmp_path}/none"], "no such store"), ([path], "0 to 1"),
+                       ([other], "another corpus")):
         with pytest.raises(UserError, match=word):
             audit.main(["wm-cosine", path, "--streams=1", *more])
+    with pytest.raises(UserError, match="another corpus"):
+        audit.main(["wm-geometry", path, other])
 
 
 # ---- wm-drift ----
@@ -167,7 +183,7 @@ def test_head_parts_sum_to_adamw(pool):
     assert all(p.abs().max() > 1e-4 for p in parts.values())
 
 
-def test_shadow_of_the_runs_own_cell_moves_the_head_as_the_run_does(store):  # noqa: F811
+def test_shadow_of_the_runs_own_cell_moves_the_head_as_the_run_does(store):
     config, rule = Drift(data=store, **SMALL, warm=2, steps=2), Rule()
     shadows = audit_wm.Shadows(CELLS)
     for _, pipeline, _, weights in audit_wm.trajectory(config, rule, ""):
@@ -178,7 +194,7 @@ def test_shadow_of_the_runs_own_cell_moves_the_head_as_the_run_does(store):  # n
     assert len({f"{move.norm().item():.6f}" for move in moves.values()}) == 8
 
 
-def test_bus_drift_is_what_reading_the_moved_head_gives(store):  # noqa: F811
+def test_bus_drift_is_what_reading_the_moved_head_gives(store):
     pipeline, batches = warmed(store)
     model, rule, gen = pipeline.model, Rule(), torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -203,7 +219,7 @@ def test_bus_drift_is_what_reading_the_moved_head_gives(store):  # noqa: F811
     assert only["cur_grad_only_drift"] == only["momentum_only_drift"] == 0 and abs(only["bus_tangent_rel_l2"] - 0.1) < 1e-12
 
 
-def test_receiver_drift_by_hand(store):  # noqa: F811
+def test_receiver_drift_by_hand(store):
     config, rule = Drift(data=store, **SMALL, warm=3, steps=1), Rule()
     for step, pipeline, _, weights in audit_wm.trajectory(config, rule, ""):
         pass
@@ -222,7 +238,7 @@ def test_receiver_drift_by_hand(store):  # noqa: F811
     assert abs(found["ffn"][1] - sum(((b - a).norm() / a.norm()).item() for a, b in pairs[::2]) / 2) < 1e-10
 
 
-def test_drift_acts_and_prints(store, capsys):  # noqa: F811
+def test_drift_acts_and_prints(store, capsys):
     small = dict(warm=3, steps=2, batch_sizes="2,4")
     found = said("wm-drift", capsys, store, **small)
     assert set(found["cells"]) == set(CELLS) and [row["BT"] for row in found["batch_occupancy"]] == [34, 68]
@@ -258,7 +274,7 @@ def test_prop4_by_enumeration():
     torch.testing.assert_close(torch.cat([b, rad]), torch.tensor([[0.16, -0.16], [0.4, 0.8]]).double(), rtol=1e-7, atol=0)
 
 
-def test_kurtosis_of_a_trajectory(store, capsys):  # noqa: F811
+def test_kurtosis_of_a_trajectory(store, capsys):
     found = said("wm-kurtosis", capsys, store, warm=1, steps=3)
     assert found["token_evaluations"] == 3 * 51 and found["D"] == 64 and 1 <= found["kappa4_token_mean"] <= found["kappa4_token_max"] <= 64
     assert abs(found["bound_mean"] - found["kappa4_token_mean"] / 64) < 1e-12
@@ -273,7 +289,7 @@ def test_kurtosis_of_a_trajectory(store, capsys):  # noqa: F811
 
 # ---- wm-attention ----
 
-def test_oracle_and_block_give_the_whole_gradient(store):  # noqa: F811
+def test_oracle_and_block_give_the_whole_gradient(store):
     """A layer's input does not depend on its own c_q, c_k, c_v: with the true downstream gradient its gradient is the model's."""
     pipeline, batches = warmed(store)
     model, (idx, targets) = pipeline.model, batches.next()
@@ -294,7 +310,7 @@ def test_oracle_and_block_give_the_whole_gradient(store):  # noqa: F811
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_tiers_are_those_of_qk_credit(store, capsys):  # noqa: F811
+def test_tiers_are_those_of_qk_credit(store, capsys):
     found = said("wm-attention", capsys, store, layer=1, probes="1,3", gammas="0,0.8,1")["tiers"]
     rows = {(r["matrix"], r["gamma_k"], r["K"]): r["cosine"] for r in found}
     assert abs(rows["c_v", None, 1] - 1) < 1e-12 and len(rows) == 1 + 2 + 6
@@ -313,7 +329,7 @@ def test_tiers_are_those_of_qk_credit(store, capsys):  # noqa: F811
                 assert abs(rows[part, None if part == "c_q" else gamma, K] - cosine(g, exact[part])) < 1e-10
 
 
-def test_more_probes_come_closer(store, capsys):  # noqa: F811
+def test_more_probes_come_closer(store, capsys):
     found = said("wm-attention", capsys, store, probes="1,64", gammas="0,1")["tiers"]
     rows = {(r["matrix"], r["gamma_k"], r["K"]): r["cosine"] for r in found}
     assert rows["c_q", None, 64] > 0.6 > rows["c_q", None, 1] and rows["c_k", 1.0, 64] > 0.5 > rows["c_k", 0.0, 64]
@@ -363,12 +379,12 @@ def test_causality_sees_a_wrong_delay(monkeypatch, capsys):
 
 # ---- wm-geometry ----
 
-def test_geometry_by_hand(store, tmp_path, capsys):  # noqa: F811
+def test_geometry_by_hand(store, tmp_path, capsys):
     late, early = trained(store, tmp_path / "a", 5), trained(store, tmp_path / "b", 2)
 
     def read(*paths):
         assert audit.main(["wm-geometry", *paths, "--json", "--batch_size=2", "--device=cpu"]) == 0
-        return json.loads(capsys.readouterr().out)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
     found, other = read(late), read(late, early)
     _, model = audit_wm.open_run(late)
     W = model.blocks[1].ffn.c_proj.weight.detach()
@@ -415,7 +431,7 @@ def test_geometry_by_hand(store, tmp_path, capsys):  # noqa: F811
     ("wm-attention --probes 0,1", "start at 1"),
     ("wm-geometry", "1 to 2"), ("wm-geometry a b c", "1 to 2"), ("wm-causality --active z", "choose"), ("wm-nothing", "choose"),
     ("params --layer 1", "unrecognized")])
-def test_mistakes(line, word, store):  # noqa: F811
+def test_mistakes(line, word, store):
     data = ["--data", store] if any(a in line for a in ("wm-cosine", "wm-attention")) and ".ckpt" not in line else []
     with pytest.raises(UserError, match=word):
         audit.main(line.split() + data)

@@ -204,7 +204,8 @@ def contraction_suite(device):
 
 def bench_contraction(config, device):
     """wm_reward over the suite at 2048 and 64 streams: torch (and Triton) against outer, a few times, and against u @ W alone."""
-    suite, few, more = contraction_suite(device), 3, {}
+    # one run of outer takes most of a minute on two cores
+    suite, few, more = contraction_suite(device), 5 if device.type == "cuda" else 1, {}
     fast = [("torch", "ieee")] + [("triton", p) for p in PRECISIONS] * (device.type == "cuda")
     for streams in (64, WM_TOKENS):
         def run(impl, precision="ieee", group=WM_TOKENS // streams):
@@ -215,7 +216,7 @@ def bench_contraction(config, device):
             for u, _, W in suite:
                 u @ W
         s = interleave({**{f"{i} {p}": lambda i=i, p=p: run(i, p) for i, p in fast}, "gemms": gemms}, config.pairs, device)
-        slow = interleave({"outer": lambda: run("outer"), "torch ieee": lambda: run("torch")}, few, device, warmup=1)
+        slow = interleave({"outer": lambda: run("outer"), "torch ieee": lambda: run("torch")}, few, device, warmup=0)
         for name in s:
             if name != "gemms":
                 more[f"{name}_over_gemms_G{streams}".replace(" ", "_")] = round(s[name] / s["gemms"], 4)

@@ -235,10 +235,11 @@ def _outer(u, dy, W, group, scale, work):
     u, dy, W = (z.to(work) for z in (u, dy, W))
     R = dy.new_empty(len(u) // group, dy.size(1))
     chunk = max(1, min(OUTER_STREAMS, OUTER_BYTES // max(1, W.numel() * W.element_size())))
+    pairs = W.new_empty(min(chunk, len(R)), *W.shape)                           # [streams, J, I]
     for a in range(0, len(R), chunk):
-        part = slice(a * group, (a + chunk) * group)
-        pairs = torch.bmm(u[part].unflatten(0, (-1, group)).mT, dy[part].unflatten(0, (-1, group)))   # [streams, J, I]
-        torch.sum(pairs.mul_(W), 1, out=R[a:a + chunk])
+        some, part = pairs[:len(R) - a], slice(a * group, (a + chunk) * group)
+        torch.bmm(u[part].unflatten(0, (-1, group)).mT, dy[part].unflatten(0, (-1, group)), out=some)
+        torch.sum(some.mul_(W), 1, out=R[a:a + chunk])
     return R.mul_(scale / group)
 
 

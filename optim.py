@@ -137,7 +137,7 @@ def neumann_whiten_rows(U, alpha):
 
     With m the mean row, G = U^T U - rows m^T m, and every zero row becomes -m + alpha/2 m G / |G|_F.
     """
-    hit = (U != 0).any(dim=1).nonzero().squeeze(1)
+    hit = (U.abs().amax(dim=1) != 0).nonzero().squeeze(1)   # also where it is NaN
     if len(hit) > 0.5 * len(U):
         return neumann_whiten(U, alpha)
     some, mean = U[hit], U.mean(dim=0, keepdim=True)

@@ -435,3 +435,11 @@ def test_mistakes(line, word, store):
     data = ["--data", store] if any(a in line for a in ("wm-cosine", "wm-attention")) and ".ckpt" not in line else []
     with pytest.raises(UserError, match=word):
         audit.main(line.split() + data)
+
+
+def test_flags_act(store, capsys):
+    base = dict(warm=1, steps=2)
+    plain = said("wm-kurtosis", capsys, store, **base)
+    for change in (dict(sigma=1.0), dict(seed=1), dict(data_seed=1), dict(run_steps=3), dict(depth=1), dict(head_dim=16), dict(width=32),
+                   dict(seq_len=16), dict(batch_size=2), dict(warm=2), dict(steps=3), dict(dtype="float32")):
+        assert said("wm-kurtosis", capsys, store, **{**base, **change}) != plain, change

@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -400,14 +401,14 @@ class Shadows:
         self.cells, self.step, self.v, self.m = cells, 0, 0.0, {beta1: 0.0 for _, beta1, _ in cells.values()}
 
     def displacements(self, W, g, lr, decay):
-        """{cell: parts} for the gradient g [V, C] of the next step, from the weights W of the shared trajectory."""
+        """{cell: () -> its head_parts()} for the gradient g [V, C] of the next step, from the weights W of the shared trajectory."""
         self.step += 1
         self.v = HEAD_BETA2 * self.v + (1 - HEAD_BETA2) * g.square()
         m = {beta1: torch.zeros_like(g) if self.step == 1 else m for beta1, m in self.m.items()}
-        parts = {cell: (lambda pool=pool, beta1=beta1, eps=eps: head_parts(W, m[beta1], self.v, g, self.step, lr, beta1, eps, pool, decay))
+        parts = {cell: partial(head_parts, W, m[beta1], self.v, g, self.step, lr, beta1, eps, pool, decay)
                  for cell, (pool, beta1, eps) in self.cells.items()}
         self.m = {beta1: beta1 * m[beta1] + (1 - beta1) * g for beta1 in m}
-        return parts    # computed when called: a cell at a time in memory
+        return parts    # computed when called: three matrices of the head's size at a time
 
 
 def singleton_occupancy(targets):
@@ -421,7 +422,7 @@ def head_drift(config, rule, cells, label, batch_size=None, receivers=None):
 
     With a list as `receivers` it also gets receiver_drift() of every audited step.
     """
-    shadows, rows, ratio, alone, before = Shadows(cells), defaultdict(list), [], [], None
+    shadows, rows, ratio, alone = Shadows(cells), defaultdict(list), [], []
     for step, pipeline, targets, weights in trajectory(config, rule, label, batch_size):
         head = next(g for g in pipeline.optimizer.param_groups if g["role"] == "lm_head")
         W, packet = weights["lm_head.weight"], pipeline.packets[step][0]
@@ -460,6 +461,8 @@ def receiver_drift(pipeline, step, weights):
 def wm_drift(config, paths):
     """Table 2, stage-1 receivers under Muon and AdamW, and the batch-size sweep; see trajectory() for the states."""
     rule, sizes = rule_of(config), numbers(config.batch_sizes, "batch_sizes")
+    if len(sizes) > 1 and 0 in sizes:
+        raise UserError("--batch_sizes 0 leaves the sweep out; it does not go with other sizes")
     muon, adamw, sweep = [], [], []
     cells, ratio, _ = head_drift(config, rule, CELLS, "head optimizers", receivers=muon)
     other = replace(rule, hidden_opt="adamw", hidden_lr=ADAMW_LR)
@@ -467,8 +470,6 @@ def wm_drift(config, paths):
         if step >= config.warm:
             adamw.append(receiver_drift(pipeline, step, weights))
     for rows in sizes if sizes != [0] else []:
-        if rows == 0:
-            raise UserError("--batch_sizes 0 leaves the sweep out; it does not go with other sizes")
         found, _, alone = head_drift(config, rule, {SWEEP_CELL: CELLS[SWEEP_CELL]}, f"{rows} rows", rows)
         drift = 100 * found[SWEEP_CELL]["bus_tangent_rel_l2"]
         sweep.append({"BT": rows * config.seq_len, "singleton_target_occupancy": alone, "rel_l2_drift_pct": drift})

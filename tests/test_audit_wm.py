@@ -426,13 +426,14 @@ def test_geometry_by_hand(store, tmp_path, capsys):
     ("wm-cosine --at x", "numbers"), ("wm-cosine --at -3", "numbers"), ("wm-cosine --at 1 --at 2", "twice"),
     ("wm-cosine --width 65", "multiple"),
     ("wm-cosine --streams 7 --seq_len 16 --batch_size 2 --depth 1", "divide"), ("wm-cosine none.ckpt", "no such"),
-    ("wm-drift --warm 1", "too small"), ("wm-drift x.ckpt", "unrecognized"), ("wm-kurtosis --layer 1", "unrecognized"),
+    ("wm-drift --warm 1", "too small"), ("wm-drift --batch_sizes 0,2", "does not go"), ("wm-drift x.ckpt", "unrecognized"),
+    ("wm-kurtosis --layer 1", "unrecognized"),
     ("wm-attention --layer 6", "layers 0 to 5"), ("wm-attention --gammas 2", "between 0 and 1"),
     ("wm-attention --probes 0,1", "start at 1"),
     ("wm-geometry", "1 to 2"), ("wm-geometry a b c", "1 to 2"), ("wm-causality --active z", "choose"), ("wm-nothing", "choose"),
     ("params --layer 1", "unrecognized")])
 def test_mistakes(line, word, store):
-    data = ["--data", store] if any(a in line for a in ("wm-cosine", "wm-attention")) and ".ckpt" not in line else []
+    data = ["--data", store] if any(a in line for a in ("wm-cosine", "wm-attention", "wm-drift --b")) and ".ckpt" not in line else []
     with pytest.raises(UserError, match=word):
         audit.main(line.split() + data)
 

@@ -539,11 +539,11 @@ def run_cells(cells, corpus, device, force, vocab_size):
     A cell is taken under a lock and looked for once more behind it, so that no two processes compute it; what others hold is tried
     again after the rest.
     """
-    pending = [c for c in cells if force or not read_result(c, corpus)]
-    if len(cells) > len(pending):
-        print(f"{len(cells) - len(pending)} of {len(cells)} cells are already finished")
-    meter = Meter(pending, vocab_size)
     with common.stop_requests() as stop:
+        pending = [c for c in cells if force or not read_result(c, corpus)]
+        meter = Meter(pending, vocab_size)
+        if len(cells) > len(pending):
+            print(f"{len(cells) - len(pending)} of {len(cells)} cells are already finished", flush=True)
         while pending:
             busy = []
             for cell in pending:

@@ -92,21 +92,54 @@ def _products(q, k, G):
     return A.tril(-1), P.tril()
 
 
-def _channel_products(q, k, G):
-    """_products with one decay per channel, G [N, C, D].
+def _halves(z, h):
+    """The earlier and later h rows of every block of 2h rows of z [N, C, ...]: two views [N, blocks, h, ...]."""
+    return z.unflatten(1, (-1, 2, h)).unbind(2)
+
+
+def _corners(M, h):
+    """View [N, h, 2, h, blocks] of M [N, C, 2, C]: rows of the later half, columns of the earlier half of every block of 2h tokens."""
+    N, C, _, _ = M.shape
+    return M.view(N, -1, 2 * h, 2, C // (2 * h), 2 * h).diagonal(dim1=1, dim2=4)[:, h:, :, :h]
+
+
+class _ChannelProducts(torch.autograd.Function):
+    """M [N, C, 2, C] of left [N, C, 2, D], k and G [N, C, D]: M[t, r, s] = sum_c left[t, r, c] k[s, c] e^(G[t, c] - G[s, c]) for s < t, else 0.
 
     Pairs (t, s) in different halves of a block of 2h tokens are joined at the boundary b of the halves: e^(G_t - G_b) e^(G_b - G_s), both
-    at most 1. Blocks of 2, 4, ..., C tokens cover every pair once.
+    at most 1. Blocks of 2, 4, ..., C tokens cover every pair once. G's gradient needs no exponentials: raising G_t scales what t reads as
+    raising left_t would, and undoes what s = t gives, so that it is left_t * (gradient of left_t) - k_t * (gradient of k_t).
     """
-    N, C, D = k.shape
-    left = torch.stack((k, q), 2)                                                     # [N, C, 2, D]
-    M, h = left.new_zeros(N, C, 1, 2, 1), 1                                           # [N, blocks, h, 2, h]
-    while h < C:
-        (g0, g1), (lo, _), (_, hi), (M0, M1) = (z.view(N, -1, 2, h, *z.shape[2 + (z is M):]).unbind(2) for z in (G, k, left, M))
-        edge = g0[:, :, -1:]                                                          # [N, blocks, 1, D]
-        hi, lo = hi * (g1 - edge).exp().unsqueeze(3), lo * (edge - g0).exp()
-        cross = (hi.flatten(2, 3) @ lo.mT).view(M1.shape)
-        M = torch.cat((F.pad(M0, (0, h)), torch.cat((cross, M1), -1)), 2)
-        h *= 2
-    A, P = M.view(N, C, 2, C).unbind(2)
+
+    @staticmethod
+    def forward(ctx, left, k, G):
+        M, h, factors = left.new_zeros(*left.shape[:3], len(G[0])), 1, []
+        while h < G.size(1):
+            (g0, g1), lo, hi = _halves(G, h), _halves(k, h)[0], _halves(left, h)[1]
+            edge = g0[:, :, -1:]                                                      # [N, blocks, 1, D]
+            f0, f1 = (edge - g0).exp_(), (g1 - edge).exp_().unsqueeze(3)
+            cross = (hi * f1).flatten(2, 3) @ (lo * f0).mT                            # [N, blocks, 2h, h]
+            _corners(M, h).copy_(cross.unflatten(2, (h, 2)).permute(0, 2, 3, 4, 1))
+            factors += [f0, f1]
+            h *= 2
+        ctx.save_for_backward(left, k, *factors)
+        return M
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dM):
+        left, k, *factors = ctx.saved_tensors
+        dleft, dk, h = torch.zeros_like(left), torch.zeros_like(k), 1
+        for f0, f1 in zip(factors[::2], factors[1::2]):
+            lo, hi = _halves(k, h)[0], _halves(left, h)[1]
+            cross = _corners(dM, h).permute(0, 4, 1, 2, 3).flatten(2, 3)              # [N, blocks, 2h, h]
+            _halves(dleft, h)[1].addcmul_((cross @ (lo * f0)).unflatten(2, (h, 2)), f1)
+            _halves(dk, h)[0].addcmul_(cross.mT @ (hi * f1).flatten(2, 3), f0)
+            h *= 2
+        return dleft, dk, (left * dleft).sum(2).sub_(k * dk)
+
+
+def _channel_products(q, k, G):
+    """_products with one decay per channel, G [N, C, D]."""
+    A, P = _ChannelProducts.apply(torch.stack((k, q), 2), k, G).unbind(2)
     return A, P + torch.diag_embed((q * k).sum(-1))

@@ -6,6 +6,8 @@
     python bench.py ddp     training step on two ranks against one process (on one machine they share its cores)
     python bench.py contraction   WM's 13 reward contractions of the d6 model against the papers' outer products and against the bare GEMMs
     python bench.py wm-step step of delayed WM against exact backprop on the same weights (d6, 4 matrices): time and peak memory
+    python bench.py gpu     every check that wants a GPU in one go: kernel errors, contraction, WM and OE steps, memory of the native regime;
+                            on a CPU in miniature, to see that it runs
     python bench.py ablate  training step of the ablations' modern config against a plain nanoGPT-style one of the same shape
     python bench.py delta   chunked gated delta rule at 512 tokens against its recurrence and against softmax attention
 
@@ -24,13 +26,14 @@ from statistics import median
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import common
 from common import UserError, flag
 from model import GPT, GPTConfig, chunked_loss, plain_loss, rotary_tables, rotate
 from optim import PACKAGE, PACKAGE_SCHEDULE, MuonAdamW, native_groups, set_schedule
 from wm import Pipeline, Rule
-from wm_kernels import PRECISIONS, wm_reward
+from wm_kernels import PRECISIONS, signs, wm_credit, wm_reward
 
 LAPTOP = dict(depth=4, head_dim=64, sequence_len=256)   # the laptop preset's model and batch
 LAPTOP_ROWS, LAPTOP_VOCAB, LAPTOP_WIDTH, SOFTCAP = 8, 8192, 256, 15.0
@@ -42,6 +45,7 @@ class Config:
     pairs: int = flag(15, "timed repetitions of every side", low=3)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0)
+    miniature: bool = flag(False, "contraction, wm-step, native: sizes that only show that it runs")
 
 
 def interleave(sides, pairs, device, warmup=2):
@@ -125,7 +129,7 @@ def loss_run(name, case):
     LOSSES[name](x, w, y, SOFTCAP).backward()
 
 
-def loss_memory(name, device):
+def loss_memory(name, device, miniature=False):
     """Peak MiB above the inputs during forward and backward. On the CPU: growth of this process's resident set, so run it in a fresh one."""
     case = loss_case(device)
     if device.type == "cuda":
@@ -193,19 +197,20 @@ WM_TOKENS = 2048
 WM_SUITE = ((1, 8192, 384), (6, 384, 1536), (6, 384, 384))   # count, J, I of lm_head, mlp.c_proj, attn.c_proj at depth 6 (WM 3.5, Table 4)
 
 
-def contraction_suite(device):
+def contraction_suite(device, shrink=1):
     """[(u, dy, W)] of the 13 matrices that the d6 model's rewards are read from."""
     gen = torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.randn(*shape, generator=gen).to(device)
-    return [(draw(WM_TOKENS, J), draw(WM_TOKENS, I), draw(J, I)) for count, J, I in WM_SUITE for _ in range(count)]
+    sizes = [(count, J // shrink, I // shrink) for count, J, I in WM_SUITE]
+    return [(draw(WM_TOKENS, J), draw(WM_TOKENS, I), draw(J, I)) for count, J, I in sizes for _ in range(count)]
 
 
 def bench_contraction(config, device):
     """wm_reward over the suite at 2048 and 64 streams: torch (and Triton) against outer, a few times, and against u @ W alone."""
     # one run of outer takes most of a minute on two cores
-    suite, few, more = contraction_suite(device), 5 if device.type == "cuda" else 1, {}
+    suite, few, more = contraction_suite(device, 16 if config.miniature else 1), 5 if device.type == "cuda" else 1, {}
     fast = [("torch", "ieee")] + [("triton", p) for p in PRECISIONS] * (device.type == "cuda")
     for streams in (64, WM_TOKENS):
         def run(impl, precision="ieee", group=WM_TOKENS // streams):
@@ -325,24 +330,29 @@ def bench_delta(config, device):
     report("delta", seconds, "gated_delta_scalar, 8 rows", "softmax, 8 rows", config.pairs, recurrent_pairs=few, tokens=tokens, **more)
 
 
-def wm_step_of(device, **rule):
-    """A function that runs one whole step (forward, rule, optimizer) of the d6 model under a wm.Rule, on fresh tokens."""
-    model = GPT(GPTConfig.backbone(6, head_dim=64, sequence_len=256, window_pattern="L")).init_weights(0).to(device)
+WM_D6 = dict(depth=6, head_dim=64, sequence_len=256)
+WM_NATIVE = dict(depth=8, head_dim=128, sequence_len=2048)
+MINIATURE = dict(depth=2, head_dim=32, sequence_len=32)
+
+
+def wm_step_of(device, size=WM_D6, rows=8, accum=1, **rule):
+    """A function that runs one whole step (forward, rule, optimizer) of a model under a wm.Rule, on fresh tokens."""
+    model = GPT(GPTConfig.backbone(**size, window_pattern="L")).init_weights(0).to(device)
     pipeline, gen, step = Pipeline(model, Rule(**rule), 0), torch.Generator().manual_seed(0), iter(range(1 << 30))
 
     def run():
-        ids = (8192 ** torch.rand(8, 257, generator=gen) - 1).long().clamp_(0, 8191).to(device)   # Zipf-like, as text
-        pipeline.step(25 + next(step), 1 << 20, [(ids[:, :-1], ids[:, 1:])])                        # past the ramp of the equilibration
+        ids = [(8192 ** torch.rand(rows, size["sequence_len"] + 1, generator=gen) - 1).long().clamp_(0, 8191).to(device) for _ in range(accum)]  # Zipf-like
+        pipeline.step(25 + next(step), 1 << 20, [(z[:, :-1], z[:, 1:]) for z in ids])                # past the ramp of the equilibration
     return run
 
 
 WM_SIDES = ("wm", "backprop")
 
 
-def wm_memory(method, device, steps=5):
+def wm_memory(method, device, miniature=False):
     """Peak MiB of a process that trains a few steps, the pipeline full; on the CPU its resident set."""
-    run = wm_step_of(device, method=method)
-    for _ in range(steps):
+    run = wm_step_of(device, MINIATURE if miniature else WM_D6, method=method)
+    for _ in range(5):
         run()
     return common.peak_mem_mib(device)
 
@@ -350,16 +360,60 @@ def wm_memory(method, device, steps=5):
 def bench_wm_step(config, device):
     """The delayed rule at one token per stream against autograd on the same active weights and optimizer; six matrices beside it."""
     sides = {"wm": dict(), "backprop": dict(method="backprop"), "wm 6 matrices": dict(active="qk"), "backprop 6 matrices": dict(method="backprop", active="qk")}
-    s = interleave({name: wm_step_of(device, **rule) for name, rule in sides.items()}, config.pairs, device, warmup=4)
-    mib = {name: fresh("wm-memory", "--device", config.device, "--side", name)["mib"] for name in WM_SIDES}
+    size = MINIATURE if config.miniature else WM_D6
+    s = interleave({name: wm_step_of(device, size, **rule) for name, rule in sides.items()}, config.pairs, device, warmup=4)
+    mib = {name: fresh("wm-memory", "--device", config.device, "--side", name, "--threads", str(torch.get_num_threads()), *["--miniature"] * config.miniature)["mib"]
+           for name in WM_SIDES}
     report("wm-step", s, "wm", "backprop", config.pairs, six_over_six=round(s["wm 6 matrices"] / s["backprop 6 matrices"], 4),
            memory_ratio=round(mib["wm"] / mib["backprop"], 4), wm_peak_mib=round(mib["wm"], 1), backprop_peak_mib=round(mib["backprop"], 1))
 
 
+def native(config, device):
+    """Seconds a step and peak GiB of the native regime (16 micro-batches of 4 x 2048), packets in host memory, 4 and 6 matrices."""
+    found = {}
+    for name, rule in (("4 matrices", {}), ("6 matrices", dict(active="qk"))):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        run = wm_step_of(device, MINIATURE if config.miniature else WM_NATIVE, 4, 2 if config.miniature else 16, wte_route="head", packets="host",
+                         packet_dtype="bfloat16", **rule)
+        seconds = interleave({"step": run}, 3, device, warmup=3)["step"]
+        found[name] = {"step_s": seconds, "peak_gib": common.peak_mem_mib(device) / 1024}
+        del run
+    print(json.dumps(found))
+
+
+def kernel_errors(device):
+    """Largest relative error (of the largest value) of wm_credit against float64 at a ragged shape, by implementation and precision."""
+    gen = torch.Generator().manual_seed(0)
+    u, dy, W = (torch.randn(*shape, generator=gen, dtype=torch.float64) for shape in ((96, 65), (96, 97), (65, 97)))
+    xi, errors = signs(96, 97, 1, dtype=torch.float64), {}
+    for group in (1, 8):
+        want = wm_credit(u, dy, W, xi, 0.01, group=group, impl="torch")
+        for impl, precision in [("torch", "ieee")] + [("triton", p) for p in PRECISIONS] * (device.type == "cuda"):
+            got = wm_credit(*(z.float().to(device) for z in (u, dy, W)), (1, 0), 0.01, group=group, impl=impl, precision=precision)
+            errors[f"{impl} {precision} M={group}"] = ((got.double().cpu() - want).abs().max() / want.abs().max()).item()
+    return errors
+
+
+def bench_gpu(config, device):
+    """The checks that want a GPU, each in a process of its own; one JSON object of all of them."""
+    on_gpu, begin = device.type == "cuda", time.perf_counter()
+    found = {"kernel_errors": kernel_errors(device)}
+    names = ("contraction", "wm-step", "native") + (("oe", "loss", "opt") if on_gpu else ())
+    for name in tqdm(names, desc="gpu checks", disable=None):
+        found[name] = fresh(name, "--device", config.device, "--pairs", str(min(config.pairs, 7)), *([] if on_gpu else ["--miniature"]))
+    for name, value in found.items():
+        print(name, *(f"    {k}: {v}" for k, v in value.items()), sep="\n")
+    name = torch.cuda.get_device_name(device) if on_gpu else "cpu, in miniature"
+    step = found["wm-step"]
+    print(json.dumps({"bench": "gpu", "ratio": step["ratio"], "a": step["a"], "b": step["b"], "a_median_s": step["a_median_s"], "b_median_s": step["b_median_s"],
+                      "pairs": step["pairs"], "device": name, "seconds": round(time.perf_counter() - begin, 1), **found}))
+
+
 BENCHES = {"oe": bench_oe, "loss": bench_loss, "opt": bench_opt, "ddp": bench_ddp, "contraction": bench_contraction, "ablate": bench_ablate,
-           "delta": bench_delta, "wm-step": bench_wm_step}
+           "delta": bench_delta, "wm-step": bench_wm_step, "gpu": bench_gpu}
 MEMORY = {"loss-memory": (LOSSES, loss_memory), "wm-memory": (WM_SIDES, wm_memory)}   # name -> (its sides, MiB of one of them)
-INNER = (*MEMORY, "ddp-step")   # what the benches above start in processes of their own
+INNER = (*MEMORY, "ddp-step", "native")   # what the benches above start in processes of their own
 
 
 def main(argv=None):
@@ -377,8 +431,10 @@ def main(argv=None):
     if name == "ddp-step":
         return ddp_step(config)
     device = common.pick_device(config.device)
+    if name == "native":
+        return native(config, device)
     if name in MEMORY:
-        return print(json.dumps({"mib": MEMORY[name][1](side, device)}))
+        return print(json.dumps({"mib": MEMORY[name][1](side, device, config.miniature)}))
     BENCHES[name](config, device)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bench
 import common
 import stats
 import train_wm
@@ -235,3 +236,12 @@ def test_foreign_checkpoints_and_existing_results(store, tmp_path):
     with pytest.raises(UserError, match="lm_lr"):
         run(store, tmp_path, steps=2, resume=True)
     shutil.rmtree(tmp_path)
+
+
+def test_benches_of_wm_run_in_miniature(capsys):
+    """bench.py gpu without a GPU: every part runs, in processes of their own, and the kernel errors are those of float32."""
+    bench.main(["gpu", "--pairs", "3", "--device", "cpu", "--threads", "1"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert max(found["kernel_errors"].values()) < 2e-6
+    assert found["contraction"]["outer_over_torch_ieee_G2048"] > 1 and found["wm-step"]["memory_ratio"] > 0.5
+    assert found["native"]["6 matrices"]["step_s"] > 0

@@ -238,6 +238,7 @@ def test_foreign_checkpoints_and_existing_results(store, tmp_path):
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.slow
 def test_benches_of_wm_run_in_miniature(capsys):
     """bench.py gpu without a GPU: every part runs, in processes of their own, and the kernel errors are those of float32."""
     bench.main(["gpu", "--pairs", "3", "--device", "cpu", "--threads", "1"])

@@ -405,6 +405,11 @@ def train_step(model, made, x, y, cell, step, progress, autocast):
     return loss.item()
 
 
+@functools.cache
+def _env(device):
+    return common.env_record(device)   # of the sources as they were loaded, not as they are when a long sweep ends
+
+
 def train_cell(cell, arm, seed, corpus, device, run="", on_step=lambda step, loss: False):
     """Train and score one cell; returns its result record. on_step(step, loss) ends it early by returning True: status "stopped"."""
     dtype = common.pick_dtype(cell.dtype, device)
@@ -441,7 +446,7 @@ def train_cell(cell, arm, seed, corpus, device, run="", on_step=lambda step, los
     return common.result_record(
         script="ablate.py", run=run, arm=arm, status=status, config=config, depth=cell.n_layer, width=cell.n_embd, seed=seed,
         params=model.num_params(), steps=steps, tokens=tokens, metrics=metrics, curve=curve,
-        timing={"train_s": train_s, "tok_per_s": tokens / train_s, "peak_mem_mib": common.peak_mem_mib(device)}, env=common.env_record(device))
+        timing={"train_s": train_s, "tok_per_s": tokens / train_s, "peak_mem_mib": common.peak_mem_mib(device)}, env=_env(device))
 
 
 # ---- the sweep ----
@@ -782,6 +787,8 @@ def main(argv=None):
     corpus = open_corpus(sweep)
     cells = make_cells(recipe, arms, seeds, sweep.out)
     check_cells(cells, corpus)
+    common.make_parent(cells[0].path)
+    _env(device)
     i, n = read_shard(sweep.shard)
     ended = run_cells(cells[i - 1::n], corpus, device, sweep.force, corpus.vocab_size)
     if ended == "stopped":

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -70,9 +69,38 @@ def argv(store, out, *more, configs=("modern", "pos"), seeds=(0, 1), **kw):
             *(str(x) for k, v in flags.items() for x in (f"--{k}", v)), *more]
 
 
-def start(*args, **kw):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(ROOT / "ablate.py"), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **kw)
+class Child:
+    """ablate.py in a process of its own, forked so that it need not import torch again; `text()` is what it printed so far."""
+
+    def __init__(self, args, log):
+        self.log = Path(log)
+        self.pid = os.fork()
+        if not self.pid:
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(fd, 1), os.dup2(fd, 2)
+            code = 1
+            try:
+                sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+                common.cli(ablate.main, args)
+            except SystemExit as end:
+                code = end.code
+            finally:
+                os._exit(code)
+
+    def text(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_for(self, found):
+        end = time.monotonic() + 120
+        while not found(self.text()):
+            assert time.monotonic() < end, self.text()
+            time.sleep(0.02)
+
+    def end(self, number=None):
+        """The exit code, or minus the signal; after sending `number`."""
+        if number:
+            os.kill(self.pid, number)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 # ---- configs ----
@@ -422,13 +450,13 @@ def test_shards_share_the_cells():
 
 def test_two_processes_share_a_folder(store, tmp_path):
     """Every cell is computed by exactly one of them, and the files are those of a single process."""
-    args = argv(store, tmp_path / "two", configs=["modern", "pos", "muon"], seeds=(0, 1, 2), max_iters=8)
-    both = [start(*args) for _ in range(2)]
-    outs = [p.communicate(timeout=120) for p in both]
-    assert [p.returncode for p in both] == [0, 0], outs
-    done = [cell for out, _ in outs for cell in finished(out)]
-    assert sorted(done) == sorted((a, str(s)) for a in ("modern", "pos", "muon") for s in (0, 1, 2))
-    ablate.main(argv(store, tmp_path / "one", configs=["modern", "pos", "muon"], seeds=(0, 1, 2), max_iters=8))
+    configs, seeds = ["modern", "pos", "muon"], (0, 1, 2)
+    args = argv(store, tmp_path / "two", configs=configs, seeds=seeds, max_iters=8)
+    both = [Child(args, tmp_path / f"log{i}") for i in range(2)]
+    assert [p.end() for p in both] == [0, 0], [p.text() for p in both]
+    done = [finished(p.text()) for p in both]
+    assert all(done) and sorted(done[0] + done[1]) == sorted((a, str(s)) for a in configs for s in seeds)
+    ablate.main(argv(store, tmp_path / "one", configs=configs, seeds=seeds, max_iters=8))
     names = [sorted(p.name for p in (tmp_path / d).glob("*.json")) for d in ("one", "two")]
     assert names[0] == names[1] and len(names[0]) == 9
     for name in names[0]:
@@ -449,27 +477,19 @@ def test_a_cell_held_by_another_process_is_left_to_it(store, tmp_path, capsys):
 
 
 def test_a_killed_and_a_stopped_sweep_go_on(store, tmp_path):
-    args = argv(store, tmp_path, configs=["modern", "d8_plain"], seeds=(0,), max_iters=120, eval_tokens=64)   # the second is hit in its midst
-    p = start(*args)
-    for line in p.stdout:
-        if finished(line):
-            break
-    p.kill()
-    p.communicate(timeout=60)
-    files = list(tmp_path.glob("*.json"))
-    assert p.returncode == -signal.SIGKILL and len(files) == 1 and json.loads(files[0].read_text())["arm"] == "modern"
-    p = start(*args)
-    for line in p.stdout:
-        if "already finished" in line:
-            break
-    time.sleep(0.1)
-    p.terminate()
-    out, err = p.communicate(timeout=60)
-    assert p.returncode == 130 and "stopped" in err and list(tmp_path.glob("*.json")) == files, err
-    p = start(*args)
-    out, err = p.communicate(timeout=60)
-    assert p.returncode == 0 and finished(out) == [("d8_plain", "0")], err
-    assert len(list(tmp_path.glob("*.json"))) == 2
+    args = argv(store, tmp_path / "out", configs=["modern", "d8_plain"], seeds=(0,), max_iters=60, eval_tokens=64)   # the second is hit in its midst
+    p = Child(args, tmp_path / "log")
+    p.wait_for(finished)
+    assert p.end(signal.SIGKILL) == -signal.SIGKILL
+    files = list((tmp_path / "out").glob("*.json"))
+    assert len(files) == 1 and json.loads(files[0].read_text())["arm"] == "modern"
+    p = Child(args, tmp_path / "log")
+    p.wait_for(lambda text: "1 of 2 cells are already finished" in text)
+    assert p.end(signal.SIGTERM) == 130 and "stopped" in p.text(), p.text()
+    assert list((tmp_path / "out").glob("*.json")) == files
+    p = Child(args, tmp_path / "log")
+    assert p.end() == 0 and finished(p.text()) == [("d8_plain", "0")], p.text()
+    assert len(list((tmp_path / "out").glob("*.json"))) == 2
 
 
 def test_a_result_of_another_corpus_is_not_taken(store, tmp_path):
@@ -617,6 +637,7 @@ def bad_inputs(store, tmp_path):
         "use a dense ffn": [*base, "--configs", "moe", "--progress", "1"],
         "config modern: fast_weight_impl": [*base, "--fast_weight_impl", "recurrent"],
         "config moe: moe_top_k": [*base, "--configs", "moe", "--moe_top_k", "9"],
+        "is a file or lies below one": ["--data", store, "--out", str(tmp_path / "junk.json")],
         "would mean the current folder": ["--data", store, "--out", ""],
     }
 

@@ -343,16 +343,27 @@ def check_same_run(path, saved, script, flags, data_digest, data):
 def locked(path):
     """Hold an exclusive lock beside `path` for the block; UserError when another process holds it."""
     import fcntl
-    path = make_parent(path)
-    with open(path.parent / f".{path.name}.lock", "w") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{path} is being written by another process; wait for it, or name another --out") from None
-        try:
-            yield
-        finally:
-            os.unlink(f.name)
+    lock = make_parent(path).parent / f".{Path(path).name}.lock"
+    while True:
+        with open(lock, "w") as f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"{path} is being written by another process; wait for it, or name another --out") from None
+            if not _same_file(f, lock):  # its owner removed it between our open and our lock: another process may hold a new one
+                continue
+            try:
+                yield
+            finally:
+                os.unlink(lock)
+            return
+
+
+def _same_file(f, path):
+    try:
+        return os.path.samestat(os.fstat(f.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -90,3 +90,21 @@ def test_unknown_devices(name):
 def test_seeds_are_stable_over_machines():
     assert common.derive_seed(42, "wte.weight") == 2816367569617930299
     assert common.config_hash({"b": 1, "a": 2}) == common.config_hash({"a": 2, "b": 1}) != common.config_hash({"a": 2})
+
+
+def test_a_lock_taken_on_a_removed_file_is_taken_again(tmp_path, monkeypatch):
+    """The file may vanish between opening and locking it, with another process then holding a new one of the same name."""
+    import fcntl
+    path, flock, calls = tmp_path / "cell", fcntl.flock, []
+
+    def late(f, how):
+        calls.append(f)
+        if len(calls) == 1:
+            (tmp_path / ".cell.lock").unlink()
+        return flock(f, how)
+    monkeypatch.setattr(fcntl, "flock", late)
+    with common.locked(path):
+        assert len(calls) == 2 and (tmp_path / ".cell.lock").exists()
+        with pytest.raises(UserError, match="another process"), common.locked(path):
+            pass
+    assert not (tmp_path / ".cell.lock").exists()

@@ -104,7 +104,7 @@ def _corners(M, h):
 
 
 class _ChannelProducts(torch.autograd.Function):
-    """M [N, C, 2, C] of left [N, C, 2, D], k and G [N, C, D]: M[t, r, s] = sum_c left[t, r, c] k[s, c] e^(G[t, c] - G[s, c]) for s < t, else 0.
+    """M [N, C, 2, C], sum_c left[t, r, c] k[s, c] e^(G[t, c] - G[s, c]) for s < t, else 0, from left [N, C, 2, D], k and G [N, C, D].
 
     Pairs (t, s) in different halves of a block of 2h tokens are joined at the boundary b of the halves: e^(G_t - G_b) e^(G_b - G_s), both
     at most 1. Blocks of 2, 4, ..., C tokens cover every pair once. G's gradient needs no exponentials: raising G_t scales what t reads as

@@ -4,7 +4,7 @@
     python bench.py loss    chunked head loss against the plain one: time and peak memory, forward and backward
     python bench.py opt     training step of each family of OE arms against its native one
     python bench.py ddp     training step on two ranks against one process (on one machine they share its cores)
-    python bench.py contraction   WM's 13 reward contractions of the d6 model against the papers' outer products and against the bare GEMMs
+    python bench.py contraction   WM's 13 reward contractions of the d6 model against the paper's outer products and against bare GEMMs
     python bench.py wm-step step of delayed WM against exact backprop on the same weights (d6, 4 matrices): time and peak memory
     python bench.py gpu     every check that wants a GPU in one go: kernel errors, contraction, WM and OE steps, memory of the native regime;
                             on a CPU in miniature, to see that it runs

@@ -13,7 +13,7 @@
     precision of the products u W, accumulated in float32 (float64 for float64 inputs):
     ieee | tf32x3 (triton) | tf32 (CUDA) | bf16 (u and W rounded first)
 
-Shapes: u [N, J] credit above, W [J, I] the weights that read the unit, dy [N, I] the unit's displacement, xi [N, I]. Everything runs without
+Shapes: u [N, J] credit above, W [J, I] the weights that read the unit, dy [N, I] the unit's displacement, xi [N, I]. All of it runs without
 autograd. Sums over the vocabulary or the width never meet a tensor larger than [N, I].
 """
 from __future__ import annotations   # the kernels' annotations name tl, which is imported with the first launch
@@ -122,14 +122,14 @@ def wm_reward(u, dy, W, group=1, scale=1.0, impl="auto", precision="ieee"):
 def wm_credit(u, dy, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee", out=None):
     """[N, I]: wm_reward of the token's stream times xi / sigma, the estimate of the unit's own credit (WM 3.2).
 
-    xi: the probe's signs [N, I], or a pair (seed, offset) from which signs() regenerates them. out: any [N, I] of floating dtype that shares
-    no memory with the inputs; without it a new tensor as of wm_reward. UserError and ValueError as there.
+    xi: the probe's signs [N, I], or a pair (seed, offset) from which signs() regenerates them. out: any [N, I] of floating dtype that
+    shares no memory with the inputs; without it a new tensor as of wm_reward. UserError and ValueError as there.
     """
     return _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2=False)
 
 
 def wm_credit_relu2(u, pre, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee", out=None):
-    """wm_credit at dy = relu(pre + sigma xi)^2 - relu(pre)^2, for the pre-activation pre [N, I] of a relu^2 unit (WM 3.3); needs sigma > 0."""
+    """wm_credit at dy = relu(pre + sigma xi)^2 - relu(pre)^2, for the pre-activation pre [N, I] of a relu^2 unit; needs sigma > 0."""
     return _credit(u, pre, W, xi, sigma, group, scale, impl, precision, out, relu2=True)
 
 
@@ -202,7 +202,8 @@ def _choose(impl, precision, device, work):
             raise UserError(f"impl triton needs a CUDA device, not {device.type}; use impl torch")
         if work != torch.float32:
             raise UserError("impl triton works in float32; use impl torch for float64")
-    allowed = {"torch": ("ieee", "bf16", "tf32") if device.type == "cuda" else ("ieee", "bf16"), "outer": ("ieee",), "triton": PRECISIONS}[impl]
+    torch_precisions = ("ieee", "bf16", "tf32") if device.type == "cuda" else ("ieee", "bf16")
+    allowed = {"torch": torch_precisions, "outer": ("ieee",), "triton": PRECISIONS}[impl]
     if precision not in allowed:
         raise UserError(f"precision {precision} is not to be had from impl {impl} on {device.type}; choose from {' '.join(allowed)}")
     return impl
@@ -244,7 +245,7 @@ def _outer(u, dy, W, group, scale, work):
 
 
 # ---- Triton ----
-# B: tile of BN rows, BI columns (BI divides BLOCK), BJ of the sum. Row numbers are 64-bit, and pointers advance by steps, so offsets cannot overflow.
+# A tile has BN rows, BI columns (BI divides BLOCK) and BJ terms of the sum. Row numbers, columns and steps are 64-bit: offsets cannot overflow.
 
 tl = None   # triton.language, once _kernels() has run
 
@@ -258,8 +259,8 @@ def _tile_signs(seed, row, first, BI: tl.constexpr):
     return ((word >> (k % 32).to(tl.uint32)) & 1).to(tl.float32) * 2 - 1
 
 
-def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
-                  BJ: tl.constexpr):
+def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+                  BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
     """u @ W at rows [BN] and columns [BI], summed in float32. WIDEN: multiply 16-bit numbers as float32, with the same result."""
     j = tl.arange(0, BJ).to(tl.int64)
     step = tl.full((), BJ, tl.int64)
@@ -302,8 +303,10 @@ def _tile_reward(u, dy, W, xi, row, first, N, J, I, seed, offset, sigma, su0, su
 def _contract(u, dy, W, xi, out, N, J, I, seed: tl.int64, offset: tl.int64, mult, sigma, su0, su1, sd0, sd1, sw0, sw1, sx0, sx1, so0, so1,
               GROUP: tl.constexpr, XI: tl.constexpr, RELU2: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
               BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
-    """out = the reward [N / GROUP, I] where XI is none, else the credit [N, I], times mult. A program has whole streams of one strip of columns:
-    BN rows of them when GROUP divides BN, else one stream, whose rows it goes through BN at a time."""
+    """out = the reward [N / GROUP, I] where XI is none, else the credit [N, I], times mult.
+
+    A program has whole streams of one strip of columns: BN rows of them when GROUP divides BN, else one stream, BN rows at a time.
+    """
     first = tl.program_id(1).to(tl.int64) * BI
     col = first + tl.arange(0, BI)
     lane = tl.arange(0, BN).to(tl.int64)
@@ -357,7 +360,7 @@ TILES = ((16, 32, 32, 4, 2), (32, 64, 32, 4, 3), (64, 64, 32, 4, 3), (128, 64, 3
 
 
 def tiles_for(shared, u_bytes, W_bytes):
-    """The rows of TILES that fit into `shared` bytes of a block, for inputs of that many bytes a number: stages of u and W, then the result."""
+    """The rows of TILES whose stages of u and W (of so many bytes a number), and whose result, fit into `shared` bytes of a block."""
     return [(n, i, j, w, s) for n, i, j, w, s in TILES if max(s * j * (n * u_bytes + i * W_bytes), 4 * n * i) <= shared]
 
 

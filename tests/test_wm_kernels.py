@@ -1,5 +1,5 @@
-"""wm_kernels.py: every path against the float64 sum over j, i and tokens, at ragged shapes; the signs against Random123's vectors; the Triton
-kernels in Triton's interpreter (a process of its own) and compiled, without a GPU, for three generations of chips."""
+"""wm_kernels.py: every path against the float64 sum over j, i and tokens, at ragged shapes; the signs against Random123's vectors; the
+Triton kernels in Triton's interpreter (a process of its own) and compiled, without a GPU, for three generations of chips."""
 import itertools
 import os
 import subprocess
@@ -163,7 +163,8 @@ def test_dtypes_and_precisions():
             assert got.dtype == torch.float32
             close(got, want)
         close(wm_credit(u, dy, W, xi.to(torch.int8), SIGMA, impl=impl), wm_credit(u, dy, W, xi, SIGMA).double())
-        close(wm_credit(u, dy, W, xi, SIGMA, impl=impl, out=torch.empty(36, 30, dtype=torch.bfloat16)), wm_credit(u, dy, W, xi, SIGMA).double(), 4e-3)
+        narrow = torch.empty(36, 30, dtype=torch.bfloat16)
+        close(wm_credit(u, dy, W, xi, SIGMA, impl=impl, out=narrow), wm_credit(u, dy, W, xi, SIGMA).double(), 4e-3)
     for impl in set(IMPLS) - {"outer"}:
         # the interpreter rounds towards zero
         a, b = [(z.view(torch.int32) & ~0xFFFF).view(torch.float32) for z in (u, W)] if impl == "triton" else (low[0], low[2])
@@ -175,7 +176,8 @@ def test_nothing_needs_a_gradient():
     for z in (u, dy, W):
         z.requires_grad_()
     for impl in IMPLS:
-        for got in (wm_reward(u, dy, W, impl=impl), wm_credit(u, dy, W, xi, SIGMA, impl=impl), wm_credit_relu2(u, dy, W, xi, SIGMA, impl=impl)):
+        credits = [f(u, dy, W, xi, SIGMA, impl=impl) for f in (wm_credit, wm_credit_relu2)]
+        for got in (wm_reward(u, dy, W, impl=impl), *credits):
             assert not got.requires_grad
 
 
@@ -196,7 +198,8 @@ def test_the_relu2_displacement_keeps_its_digits():
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(group=5), "do not divide"), (dict(group=0), "do not divide"), (dict(impl="cuda"), "choose from"), (dict(precision="fp8"), "choose from"),
+    (dict(group=5), "do not divide"), (dict(group=0), "do not divide"),
+    (dict(impl="cuda"), "choose from"), (dict(precision="fp8"), "choose from"),
     (dict(precision="tf32x3", impl="torch"), "is not to be had"), (dict(precision="bf16", impl="outer"), "is not to be had"),
     (dict(sigma=0.0), "above 0"), (dict(xi=(-1, 0)), "seed"), (dict(xi=(1, -1)), "offset"), (dict(xi=(2**63, 0)), "seed")])
 def test_mistakes_are_one_line(change, message):
@@ -298,7 +301,8 @@ def fits(chip, dtype, precision, mode, tile):
     out = compiled(contract, chip, warps, stages, {**dict.fromkeys(("u", "dy", "W"), "*" + dtype), "xi": "*fp32", "out": "*fp32"},
                    GROUP=group, XI=xi, RELU2=relu2, PRECISION=precision, WIDEN=False, BN=n, BI=i, BJ=j,
                    **dict.fromkeys(("su1", "sd1", "sw1", "sx1", "so1"), 1))
-    assert out.asm["cubin"][:4] == b"\x7fELF" and out.metadata.shared <= CHIPS[chip], (chip, dtype, precision, mode, tile, out.metadata.shared)
+    assert out.asm["cubin"][:4] == b"\x7fELF"
+    assert out.metadata.shared <= CHIPS[chip], (chip, dtype, precision, mode, tile, out.metadata.shared)
 
 
 def test_kernels_compile_for_every_chip(tmp_path, monkeypatch):

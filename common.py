@@ -326,6 +326,22 @@ def claim(config, result, checkpoint):
         raise UserError(f"{checkpoint} holds an unfinished run; --resume continues it, --force starts anew")
 
 
+def announce(record, out):
+    """Print how a run ended (rank 0 only) and return the script's exit code: 130 for a run that was stopped."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if record["status"] == "stopped":
+        return 130
+    path = Path(out) / f"{record['run']}.json"
+    if record["status"] == "diverged":
+        print(f"diverged at step {record['steps']} (loss {record['curve'][-1][1]}); see {path}")
+        return 0
+    m, t = record["metrics"], record["timing"]
+    print(f"val {m['val_bpb']:.4f} bpb, held-out {m['heldout_bpb']:.4f} bpb "
+          f"({t['train_s']:.0f} s of training, {t['tok_per_s']:,.0f} tok/s, peak {t['peak_mem_mib']:,.0f} MiB); {path}")
+    return 0
+
+
 def check_same_run(path, saved, script, flags, data_digest, data):
     """UserError unless the checkpoint `saved` comes from the same script, corpus and flags (a dict of those that can change a result)."""
     if saved["script"] != script:

@@ -397,18 +397,7 @@ def main(argv=None):
     config = parse(argv)
     if config is None:
         return 0
-    record = train(config)
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if record["status"] == "stopped":
-        return 130
-    path = Path(config.out) / f"{record['run']}.json"
-    if record["status"] == "diverged":
-        print(f"diverged at step {record['steps']} (loss {record['curve'][-1][1]}); see {path}")
-        return 0
-    m, t = record["metrics"], record["timing"]
-    print(f"val {m['val_bpb']:.4f} bpb, held-out {m['heldout_bpb']:.4f} bpb "
-          f"({t['train_s']:.0f} s of training, {t['tok_per_s']:,.0f} tok/s, peak {t['peak_mem_mib']:,.0f} MiB); {path}")
+    return common.announce(train(config), config.out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from tqdm import tqdm
 
 import common
 from common import UserError, flag
-from model import GPT, GPTConfig, chunked_loss, plain_loss, rotary_tables, rotate
+from loss import chunked_loss, plain_loss
+from model import GPT, GPTConfig, rotary_tables, rotate
 from optim import PACKAGE, PACKAGE_SCHEDULE, MuonAdamW, native_groups, set_schedule
 from wm import Pipeline, Rule
 from wm_kernels import PRECISIONS, signs, wm_credit, wm_reward

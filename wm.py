@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 import common
 from common import UserError, derive_seed, flag
-from model import chunked_loss, norm, rotate
+from loss import chunked_loss
+from model import norm, rotate
 from optim import MuonAdamW, homotopy, retract_spherical_
 from wm_kernels import signs, wm_credit, wm_credit_relu2, wm_reward
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from common import UserError
-from model import GPT, GPTConfig, capped_logits, chunked_loss, norm, oe_ids, plain_loss, rotary_tables, rotate
+from loss import capped_logits, chunked_loss, plain_loss
+from model import GPT, GPTConfig, norm, oe_ids, rotary_tables, rotate
 
 
 def tiny(depth=3, T=12, V=97, seed=1, shake=0.3, **kw):

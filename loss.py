@@ -1,0 +1,91 @@
+"""The loss of the head: capped logits and cross-entropy, all at once, or in chunks that never hold all logits.
+
+Shapes: x [..., C] final states, weight [V, C], targets [...] int64 with -1 ignored.
+"""
+import torch
+import torch.nn.functional as F
+
+LOSS_CHUNK_ELEMENTS = 1 << 20    # logits held at once by the chunked loss: 4 MiB in float32, which stays in a CPU's cache
+
+
+def capped_logits(x, weight, softcap):
+    """softcap * tanh(x weight^T / softcap), float32 (float64 for float64 inputs). x is [..., C], weight [V, C]."""
+    z = x @ weight.to(x.dtype).t()
+    z = z if z.dtype == torch.float64 else z.float()
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def plain_loss(x, weight, targets, softcap=0.0, reduction="mean"):
+    """Cross-entropy over the vocabulary with all logits at once: the reference of chunked_loss."""
+    logits = capped_logits(x, weight, softcap)
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
+    return loss.view_as(targets) if reduction == "none" else loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Per-token nats [N] times a per-token scale; the gradient is computed chunk by chunk in the forward pass.
+
+    Linear, softcap and cross-entropy are linear in the upstream gradient once the logits are known, so for one scalar loss the
+    gradients can be finished while a chunk's logits are still in cache, and scaled in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, softcap, scale, chunk):
+        need_x, need_w = ctx.needs_input_grad[:2]
+        w = weight.detach().to(x.dtype)
+        acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+        nats = torch.empty(len(x), dtype=acc, device=x.device)
+        dx = torch.empty_like(x) if need_x else None
+        dw = torch.zeros(weight.shape, dtype=acc, device=x.device) if need_w else None
+        for i in range(0, len(x), chunk):
+            part, y = x[i:i + chunk], targets[i:i + chunk]
+            picked, keep = y.clamp_min(0).unsqueeze(1), (y >= 0).to(acc)
+            if softcap:
+                t = (part @ w.t()).to(acc).div_(softcap).tanh_()
+                logp = torch.log_softmax(t * softcap, dim=-1)
+            else:
+                logp = torch.log_softmax((part @ w.t()).to(acc), dim=-1)
+            nats[i:i + chunk] = -logp.gather(1, picked).squeeze(1) * keep
+            if not (need_x or need_w):
+                continue
+            p = logp.exp_().scatter_add_(1, picked, -torch.ones_like(picked, dtype=acc)).mul_((keep * scale[i:i + chunk]).unsqueeze(1))
+            if softcap:
+                p.addcmul_(t.square_(), p, value=-1)       # times 1 - tanh^2, the slope of the cap
+            p = p.to(x.dtype)
+            if need_x:
+                torch.mm(p, w, out=dx[i:i + chunk])
+            if need_w:
+                dw.addmm_(p.t(), part) if acc == x.dtype else dw.add_(p.t() @ part)
+        ctx.save_for_backward(dx, dw if dw is None else dw.to(weight.dtype))
+        return (nats * scale).sum(), nats
+
+    @staticmethod
+    def backward(ctx, up, _):
+        dx, dw = ctx.saved_tensors
+        return None if dx is None else dx * up.to(dx.dtype), None if dw is None else dw * up.to(dw.dtype), None, None, None, None
+
+
+def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None, with_nats=False):
+    """Cross-entropy of capped logits that never holds more than `chunk` tokens x V logits, in training too.
+
+    x [..., C], weight [V, C], targets [...] int64 with -1 ignored. reduction: mean (over the targets that count), sum, or none
+    ([...] nats, 0 where ignored). with_nats: (loss, detached nats [...]). Equal to plain_loss; a test compares values and gradients in
+    float64.
+    """
+    flat, y = x.reshape(-1, x.size(-1)), targets.reshape(-1)
+    if not torch.is_grad_enabled():
+        flat, weight = flat.detach(), weight.detach()  # else the Function below would still compute their gradients
+    chunk = chunk or max(1, LOSS_CHUNK_ELEMENTS // weight.size(0) * (16 if x.is_cuda else 1))
+    if reduction == "none" and (flat.requires_grad or weight.requires_grad):
+        # each token has its own upstream gradient, unknown until backward: recompute a chunk's logits there
+        from torch.utils.checkpoint import checkpoint
+        parts = [checkpoint(plain_loss, flat[i:i + chunk], weight, y[i:i + chunk], softcap, "none", use_reentrant=False)
+                 for i in range(0, len(flat), chunk)]
+        loss = torch.cat(parts).view(targets.shape)
+        return (loss, loss.detach()) if with_nats else loss
+    n = (y >= 0).sum() if reduction == "mean" else torch.ones((), device=x.device)
+    scale = (1 / n.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)).expand(len(flat))
+    total, nats = _ChunkedLoss.apply(flat, weight, y, softcap, scale, chunk)
+    nats = nats.view(targets.shape)
+    loss = nats if reduction == "none" else total
+    return (loss, nats.detach()) if with_nats else loss

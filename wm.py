@@ -177,7 +177,7 @@ def record(model, idx, targets, key, first=0):
     x_L = model.trunk(idx, e, None, trace).flatten(0, 1)
     x_final = norm(x_L)
     s, nats, grad = head_scores(x_final, model.lm_head.weight, targets.flatten(), model.cfg.softcap)
-    layers = [{k: v for k, v in layer.items() if k in ("attn_in", "q", "k", "v", "gate", "y", "mlp_in", "pre") and v is not None}
+    layers = [{k: v for k, v in layer.items() if k in ("attn_in", "q", "k", "v", "gate", "y", "mlp_in", "pre", "hidden") and v is not None}
               for layer in trace["layers"]]
     packet = dict(key=key, first=first, idx=idx, s=s, x_L=x_L, x_final=x_final, e=e.flatten(0, 1), x0=trace["x0"].flatten(0, 1), layers=layers)
     return packet, nats.sum(), grad
@@ -265,15 +265,16 @@ def stage2(model, packet, reward, rule, readers, world=1):
     if rule.method == "lexical_only":
         return grads
     for i, layer in enumerate(packet["layers"]):
-        layer = load(layer, u, ("y", "pre"))
-        for part, inputs in (("attn", layer["y"].flatten(0, 1)), ("ffn", F.relu(layer["pre"]).square_().flatten(0, 1))):
-            grads[f"blocks.{i}.{part}.c_proj.weight"] = outer(u, inputs, -gamma[i] / n)
+        layer = load(layer, u, ("y", "hidden" if "hidden" in layer else "pre"))
+        h = layer["hidden"] if "hidden" in layer else F.relu(layer["pre"]).square_()
+        for part, inputs in (("attn", layer["y"]), ("ffn", h)):
+            grads[f"blocks.{i}.{part}.c_proj.weight"] = outer(u, inputs.flatten(0, 1), -gamma[i] / n)
     return grads
 
 
 def outer(u, x, scale):
     """scale * u^T x: [N, J], [N, I] -> [J, I]."""
-    return torch.mm(u.t(), x).mul_(scale)
+    return torch.addmm(u.new_zeros(()), u.t(), x, beta=0, alpha=scale)
 
 
 def scatter(idx, rows, table, scale):
@@ -285,9 +286,10 @@ def scatter(idx, rows, table, scale):
 
 def attention_map(layer, window=None):
     """The causal attention weights [B, H, T, T] of a traced layer, rebuilt from its q and k."""
-    q, k = (layer[z].transpose(1, 2) for z in ("q", "k"))
-    scores = (q @ k.mT).mul_(q.size(-1) ** -0.5)
-    return scores.masked_fill_(~visible(scores.size(-1), scores.device, window), -torch.inf).softmax(-1)
+    B, T, H, D = layer["q"].shape
+    q, k = (layer[z].transpose(1, 2).reshape(B * H, T, D) for z in ("q", "k"))
+    bias = q.new_zeros(T, T).masked_fill_(~visible(T, q.device, window), -torch.inf)
+    return torch.baddbmm(bias, q, k.mT, alpha=D**-0.5).softmax(-1).view(B, H, T, T)
 
 
 def visible(T, device, window=None):
@@ -671,6 +673,8 @@ class Pipeline:
         """Keep only what later stages read, in the packet's precision, on the device or in pinned host memory."""
         rule, device = self.rule, packet["idx"].device
         unused = set() if rule.active != "none" or rule.head_temp else {"v"}
+        if rule.packets == "host" or rule.packet_dtype != "float32":
+            unused.add("hidden")                               # made again from the pre-activation: packets are meant to be small
         dtype = torch.bfloat16 if rule.packet_dtype == "bfloat16" else None
         place = self.pinned.put if rule.packets == "host" and device.type == "cuda" else (lambda t: t)
         packet["layers"] = [{k: place(v.to(dtype) if dtype else v) for k, v in layer.items() if k not in unused} for layer in packet["layers"]]
@@ -698,6 +702,8 @@ class Pipeline:
         """Drop what no later stage reads."""
         if stage == 2:
             gone = [packet.pop(k) for k in ("s", "x_L", "e", "x0", "x_final")][:1]
+            done = ("hidden",) if self.rule.active != "none" or self.rule.head_temp else ("hidden", "y")
+            gone += [layer.pop(k) for layer in packet["layers"] for k in done if k in layer]
         else:
             gone = [t for layer in packet["layers"] for t in layer.values()]
         for t in gone:

@@ -47,7 +47,7 @@ def cli(main, argv=None):
     except OSError as err:
         message = f"{err.filename}: {err.strerror}" if err.filename else f"{err.strerror or err}"
     except (MemoryError, RuntimeError) as err:  # torch has no common type for what does not fit
-        if isinstance(err, RuntimeError) and "not enough memory" not in str(err) and "out of memory" not in str(err):
+        if isinstance(err, RuntimeError) and not re.search("not enough memory|out of memory|can't allocate memory", str(err)):
             raise
         message = f"out of memory ({' '.join(str(err).split())[:120]}); choose a smaller model, batch or table"
     except KeyboardInterrupt:
@@ -448,6 +448,24 @@ def all_sum(tensors, world):
         dist.all_reduce(flat)
         for t, part in zip(same, flat.split([t.numel() for t in same])):
             t.copy_(part.view_as(t))
+
+
+def all_mean(t, world):
+    """The mean of every rank's t, as a new tensor."""
+    mean = t.clone()
+    all_sum([mean], world)
+    return mean.div_(world)
+
+
+def all_rows(t, world):
+    """A tensor of every rank's t, one rank's rows after the other's; t itself on one rank."""
+    import torch
+    import torch.distributed as dist
+    if world == 1:
+        return t
+    parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(world)]
+    dist.all_gather(parts, t.contiguous())
+    return torch.cat(parts)
 
 
 def agree(flag, world, device):

@@ -26,6 +26,7 @@ from common import UserError, flag
 from data import DEFAULT_STORE, BestFitBatches, evaluate_splits, open_store
 from model import GPT, GPTConfig
 from wm import Pipeline, Rule
+from wm_kernels import choose_impl
 
 DIVERGED = 100.0   # a loss above this (nats) or NaN ends the run
 
@@ -172,14 +173,25 @@ def flags_of(arm, regime=""):
     return {**REGIMES[regime], **flags, "regime": regime}
 
 
+def idle(config):
+    """The flags that act on nothing under the others: parts that are off, and parts of other methods."""
+    c, hidden = config, config.method not in ("head_only", "lexical_only")   # do the layers learn?
+    wm, muon = c.method in ("wm", "mismatched_origin"), hidden and c.hidden_opt == "muon"
+    parts = {  # flags -> do they act?
+        ("clock", "filtered_v", "reader"): wm,
+        ("streams", "scale_factor", "project", "tangent", "center", "wte_route", "packet_dtype", "precision"): wm or c.method == "lexical_only",
+        ("sigma",): c.method not in ("backprop", "head_only"), ("draws",): c.method in ("sr_lnp", "sr_np"),
+        ("probes", "unit_rms_qk", "tangent_qk"): wm and c.active != "none", ("qk_probe",): wm and c.active == "qk",
+        ("gamma_k",): wm and "k" in c.active,
+        ("hidden_opt", "hidden_lr", "ve_lr"): hidden, ("wte_lr",): c.method != "head_only", ("hidden_beta",): muon,
+        ("spherical",): c.active != "none", ("q_lr",): "q" in c.active, ("k_lr",): "k" in c.active,
+        ("q_beta",): muon and "q" in c.active, ("k_beta",): muon and "k" in c.active}
+    return {name for names, act in parts.items() if not act for name in names}
+
+
 def science(config):
-    """The flags that can change a result, as a dict: a flag of a part that is off is left out, a path is spelled one way."""
-    wm, qk = config.method in ("wm", "mismatched_origin"), config.active != "none"
-    off = set() if wm and qk else {"qk_probe", "gamma_k", "probes", "unit_rms_qk", "tangent_qk"}
-    off |= set() if qk else {"spherical", "q_lr", "k_lr", "q_beta", "k_beta"}
-    off |= set() if config.method in ("sr_lnp", "sr_np") else {"draws"}
-    off |= set() if wm else {"clock", "streams", "scale_factor", "project", "tangent", "center", "wte_route", "filtered_v", "reader", "packet_dtype", "precision"}
-    flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IN_NAME | off}
+    """The flags that can change a result, as a dict: idle ones are left out, a path is spelled one way."""
+    flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IN_NAME | idle(config)}
     return {**flags, "data": os.path.normpath(config.data), "width": width_of(config)}
 
 
@@ -248,6 +260,8 @@ def check(config):
         raise UserError(f"--method {config.method} has no rule for q, k or temperatures; drop --active and --head_temp")
     if config.head_temp and config.active != "none":
         raise UserError("--head_temp and --active are arms of their own in the paper; choose one")
+    if config.method == "sr_np" and config.draws == 1:
+        raise UserError("--draws 1 gives --method sr_np no credit: a draw's reward is its loss against the mean of the draws; give 2 or more")
     if config.method != "wm" and config.reader != "live":
         raise UserError(f"--reader {config.reader} belongs to --method wm")
     if config.reader == "muon_colnorm" and config.hidden_opt != "muon":
@@ -282,6 +296,8 @@ def build(config, vocab_size, device, rank=0, world=1):
     """Pipeline (model and optimizer inside) of a Config, initialised, on the device."""
     model = GPT(model_config(config, vocab_size)).init_weights(config.seed)
     model = (model.double() if config.dtype == "float64" else model).to(device)
+    if "precision" not in idle(config):
+        choose_impl(config.impl, config.precision, device, model.lm_head.weight.dtype)   # refuses before the first step
     return Pipeline(model, config, config.seed, rank, world)
 
 
@@ -293,10 +309,12 @@ def next_batches(batches, config, device, rank=0, world=1):
 
 
 def save(path, config, store, pipeline, batches, done):
-    """Write a checkpoint after done["step"] steps, packets in flight included."""
-    common.save_checkpoint(path, {
-        "script": "train_wm.py", "config": dataclasses.asdict(config), "model_config": dataclasses.asdict(pipeline.model.cfg),
-        "data_digest": store.digest, "model": pipeline.model.state_dict(), "pipeline": pipeline.state_dict(), "batches": batches.state_dict(), **done})
+    """Write a checkpoint after done["step"] steps, packets in flight included: those of every rank, so every rank calls this."""
+    in_flight = pipeline.state_dict()
+    if pipeline.rank == 0:
+        common.save_checkpoint(path, {
+            "script": "train_wm.py", "config": dataclasses.asdict(config), "model_config": dataclasses.asdict(pipeline.model.cfg),
+            "data_digest": store.digest, "model": pipeline.model.state_dict(), "pipeline": in_flight, "batches": batches.state_dict(), **done})
 
 
 def restore(path, config, store, pipeline, batches):
@@ -372,7 +390,7 @@ def _train(config, run, result, checkpoint, rank, world, device):
                 status = "diverged"
                 break
             last = step + 1 == config.steps
-            if rank == 0 and (last or stopping or config.save_every and (step + 1) % config.save_every == 0):
+            if last or stopping or config.save_every and (step + 1) % config.save_every == 0:
                 save(checkpoint, config, store, pipeline, batches, done)
             if stopping and not last:
                 say(f"stopped at step {step + 1}; --resume continues {checkpoint}")

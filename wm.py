@@ -138,6 +138,15 @@ def skip_gains(model):
     return gamma, product + sum(a * g for a, g in zip(model.x0_lambdas.tolist(), gamma))
 
 
+def norm_shift(z, d):
+    """norm(z + d) - norm(z) [*, C], without the subtraction: in float32 a small d leaves it few digits."""
+    eps = torch.finfo(z.dtype).eps                                         # norm()'s own
+    before = z.square().mean(-1, keepdim=True).add_(eps).sqrt_()
+    after = (z + d).square().mean(-1, keepdim=True).add_(eps).sqrt_()
+    growth = (d * (2 * z + d)).mean(-1, keepdim=True) / (after + before)   # after - before
+    return (d - z * (growth / before)) / after
+
+
 def tangent(v, x):
     """P_x v = v - x <x, v> / C for x of root mean square 1, over the last dimension."""
     return v - x * ((v * x).sum(-1, keepdim=True) / x.size(-1))
@@ -218,7 +227,7 @@ def bus_probe(packet, rule):
     """(signs, displacement of x_final), both [N, C]: x_L is moved by sigma times the (tangent) signs."""
     xi = draw(packet, "bus", packet["x_L"].size(1), packet["x_L"])
     moved = tangent(xi, packet["x_final"]) if rule.tangent else xi
-    return xi, norm(packet["x_L"] + rule.sigma * moved) - packet["x_final"]
+    return xi, norm_shift(packet["x_L"], rule.sigma * moved)
 
 
 def bus_credit(model, packet, reward, rule, readers):
@@ -234,7 +243,7 @@ def wte_probe(packet, rule):
     """(signs, displacement of x0), both [N, C]: the embedding rows are moved by sigma times the (tangent) signs."""
     xi = draw(packet, "wte", packet["e"].size(1), packet["e"])
     moved = tangent(xi, packet["x0"]) if rule.tangent else xi
-    return xi, norm(packet["e"] + rule.sigma * moved) - packet["x0"]
+    return xi, norm_shift(packet["e"], rule.sigma * moved)
 
 
 def wte_credit(model, packet, reward, rule, readers, alpha, world=1):
@@ -243,7 +252,7 @@ def wte_credit(model, packet, reward, rule, readers, alpha, world=1):
     xi = xi if packet is reward else wte_probe(packet, rule)[0]
     opts = options(packet, rule)
     if rule.wte_route == "head":
-        dx = norm(reward["x_L"] + alpha * dx0) - reward["x_final"]
+        dx = norm_shift(reward["x_L"], alpha * dx0)
         R = wm_reward(load(reward, dx, ("s",))["s"], dx, readers("lm_head", model.lm_head.weight), **opts)
     else:
         R = (alpha * reward["bus"] * dx0).unflatten(0, (-1, opts["group"])).mean(1) * rule.scale_factor     # [G, C]
@@ -485,7 +494,7 @@ def sr_lnp(model, packet, targets, rule):
         return total / (K * sigma)
 
     u = estimate("bus", x_L.size(1), lambda xi: (base - token_nats(model, x_L + sigma * xi, targets)).unsqueeze(1))
-    rows = estimate("wte", x_L.size(1), lambda xi: (alpha * u * (norm(packet["e"] + sigma * xi) - packet["x0"])).sum(1, keepdim=True))
+    rows = estimate("wte", x_L.size(1), lambda xi: (alpha * u * norm_shift(packet["e"], sigma * xi)).sum(1, keepdim=True))
     grads = {"wte.weight": scatter(packet["idx"], rows, model.wte.weight, -1 / n)}
     for i, layer in enumerate(packet["layers"]):
         block, name, layer = model.blocks[i], f"blocks.{i}.", load(layer, u)
@@ -582,6 +591,15 @@ def sr_np(model, packet, targets, rule, gamma=0.98):
 
 
 # ---- the pipeline ----
+
+def each_tensor(value, f):
+    """Nested dicts and lists with f(t) in place of every tensor t."""
+    if isinstance(value, dict):
+        return {k: each_tensor(v, f) for k, v in value.items()}
+    if isinstance(value, list):
+        return [each_tensor(v, f) for v in value]
+    return f(value) if torch.is_tensor(value) else value
+
 
 class Pinned:
     """A pool of pinned host buffers. Copies share the device's stream, so a buffer may be reused as soon as its last copy is queued."""
@@ -728,15 +746,24 @@ class Pipeline:
             self.packets.clear()
 
     def state_dict(self):
-        """Optimizer, packets in flight and pseudo-gradients that wait; tensors and plain values only."""
+        """Optimizer, packets in flight and pseudo-gradients that wait; tensors and plain values only.
+
+        They are the whole batch's, not this rank's, so that a run can go on with another number of ranks: every rank must call this.
+        """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return {"optimizer": self.optimizer.state_dict(), "packets": self.packets, "waiting": self.waiting, "norms": self.norms}
+        packets, waiting, device = self.packets, self.waiting, self.model.lm_head.weight.device
+        if self.world > 1:
+            packets = each_tensor(packets, lambda t: common.all_rows(t.to(device), self.world).cpu())
+            waiting = each_tensor(waiting, lambda t: common.all_mean(t, self.world))
+        return {"optimizer": self.optimizer.state_dict(), "packets": packets, "waiting": waiting, "norms": self.norms}
 
     def load_state_dict(self, state):
+        """Take up what state_dict() returned: of packets this rank's rows."""
         self.optimizer.load_state_dict(state["optimizer"])
         device = self.model.lm_head.weight.device
-        move = lambda z: {k: move(v) for k, v in z.items()} if isinstance(z, dict) else [move(v) for v in z] if isinstance(z, list) else (  # noqa: E731
-            z.to(device) if torch.is_tensor(z) else z)
-        self.packets = {step: [self._stow(packet) for packet in packets] for step, packets in move(state["packets"]).items()}
-        self.waiting, self.norms = move(state["waiting"]), dict(state["norms"])
+        packets = each_tensor(state["packets"], lambda t: t.chunk(self.world)[self.rank].to(device))
+        for packet in (packet for micro_batches in packets.values() for packet in micro_batches):
+            packet["first"] = self.rank * packet["idx"].numel()
+        self.packets = {step: [self._stow(packet) for packet in micro_batches] for step, micro_batches in packets.items()}
+        self.waiting, self.norms = each_tensor(state["waiting"], lambda t: t.to(device)), dict(state["norms"])

@@ -104,7 +104,7 @@ def wm_reward(u, dy, W, group=1, scale=1.0, impl="auto", precision="ieee"):
     float32, or float64 where an input is. UserError when group does not divide N; ValueError when shapes disagree.
     """
     work = _check(u, dy, W, group)
-    impl = _choose(impl, precision, u.device, work)
+    impl = choose_impl(impl, precision, u.device, work)
     if impl == "triton":
         return _launch(u, dy, W, group, scale, precision)
     if impl == "outer":
@@ -140,7 +140,7 @@ def _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2):
         raise UserError(f"sigma {sigma}: a probe needs a size above 0")
     if not isinstance(xi, torch.Tensor):
         _check_seed(*xi)
-    impl = _choose(impl, precision, u.device, work)
+    impl = choose_impl(impl, precision, u.device, work)
     if impl == "triton":
         return _launch(u, dy, W, group, scale, precision, xi, sigma, out, relu2)
     out = torch.empty(dy.shape, dtype=work, device=u.device) if out is None else out
@@ -189,7 +189,7 @@ def _check(u, dy, W, group, xi=None, out=None):
     return functools.reduce(torch.promote_types, (dy.dtype, W.dtype, torch.float32), u.dtype)
 
 
-def _choose(impl, precision, device, work):
+def choose_impl(impl, precision, device, work):
     """torch, triton or outer, after refusing what it cannot do."""
     if impl not in IMPLS or precision not in PRECISIONS:
         raise UserError(f"impl {impl}, precision {precision}: choose from {' '.join(IMPLS)} and {' '.join(PRECISIONS)}")

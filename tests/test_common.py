@@ -23,6 +23,7 @@ def cli(body, **kw):
     ("raise common.UserError('a\\nb')", "error: a b"), ("open('/no/such/file')", "error: /no/such/file: No such file"),
     ("raise OSError(28, 'No space left on device')", "error: No space left on device"), ("raise MemoryError", "error: out of memory"),
     ("raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes')", "error: out of memory"),
+    ('raise RuntimeError("DefaultCPUAllocator: can\'t allocate memory: you tried to allocate 9 bytes")', "error: out of memory"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(body, said):
     done = cli(body)

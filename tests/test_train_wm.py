@@ -1,4 +1,5 @@
 """train_wm.py: every arm, exact resume and kills, ranks, records, and the mistakes a user can make."""
+import dataclasses
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import train_wm
 from common import UserError
 from data import prepare
 from train_wm import ARMS, BOTH_REGIMES, Config, flags_of
-from wm import active_weights
+from wm import Rule, active_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix ten jugs of pale ink and sing".split()
@@ -167,6 +168,34 @@ train_wm.main({[*flags(store, tmp_path / 'parts', save_every=1)]!r})
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_stopped_on_two_ranks_goes_on(ranks, store, tmp_path):
+    """With packets of both ranks in flight it is taken up by as many ranks, or by one, and ends where one process ends."""
+    kw = dict(dtype="float64", threads=1, active="qk", streams=8)
+    one = run(store, tmp_path / "one", **kw)
+    script = tmp_path / "stop.py"
+    script.write_text("import os, signal, sys; sys.path.insert(0, sys.argv[1]); import train_wm, wm\n"
+                      "real = wm.Pipeline.step\n"
+                      "def step(self, n, *rest):\n"
+                      "    if n == 2 and self.rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+                      "    return real(self, n, *rest)\n"
+                      "wm.Pipeline.step = step\n"
+                      "train_wm.train(train_wm.parse(sys.argv[2:]))\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    argv = flags(store, tmp_path / "two", **kw)
+    done = subprocess.run([*torchrun, "2", str(script), str(ROOT), *argv], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    half = checkpoint(tmp_path / "two")
+    assert half["step"] == 3 and [p[0]["idx"].shape for p in half["pipeline"]["packets"].values()] == [(4, 16)] * 2
+    done = subprocess.run([*torchrun, str(ranks), str(ROOT / "train_wm.py"), *argv, "--resume"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(one["curve"]) == 6
+    a, b = checkpoint(tmp_path / "one")["model"], checkpoint(tmp_path / "two")["model"]
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kw", [{}, dict(active="qk", streams=8), dict(method="backprop"), dict(method="sr_np", draws=2)], ids=str)
 def test_two_ranks_equal_one(kw, store, tmp_path):
     one = run(store, tmp_path / "one", dtype="float64", threads=1, **kw)
@@ -206,8 +235,41 @@ def test_names(store, tmp_path):
     assert name("--arm", BOTH_REGIMES[0], "--regime", "native").startswith(f"{BOTH_REGIMES[0]}_d8_seed46")
 
 
+OTHER = dict(streams=2, scale_factor=3.0, sigma=0.03, project=False, tangent=False, center=False, wte_route="head", filtered_v=False, clock="both_pre",
+             reader="adamw_frobnorm", qk_probe="coupled", gamma_k=0.5, probes=2, spherical=False, unit_rms_qk=False, tangent_qk=False, draws=3,
+             hidden_opt="adamw", hidden_lr=0.01, hidden_beta=0.9, q_lr=0.1, k_lr=0.1, q_beta=0.5, k_beta=0.5, wte_lr=0.01, ve_lr=0.01,
+             packet_dtype="bfloat16", precision="bf16")
+ALWAYS = {"lm_lr", "lm_pool", "lm_beta1", "lm_eps", "lrm_min", "adamw_anneal"}             # see test_wm.test_every_flag_acts
+ELSEWHERE = {"method", "active", "head_temp", "impl", "packets"}                          # the cases below, and how a run is computed
+
+
+@pytest.mark.parametrize("kw", [
+    {}, dict(active="q"), dict(active="k"), dict(active="qk"), dict(active="qk", hidden_opt="adamw", hidden_lr=0.001), dict(head_temp=True),
+    dict(method="backprop"), dict(method="backprop", active="qk"), dict(method="sr_lnp"), dict(method="sr_np"), dict(method="head_only"),
+    dict(method="lexical_only"), dict(method="mismatched_origin", active="k")], ids=str)
+def test_idle_flags_are_those_that_change_nothing(kw):
+    """All idle flags together leave the weights bitwise as they are, and each other flag changes them (those of plain WM are tried there)."""
+    assert OTHER.keys() | ALWAYS | ELSEWHERE == {f.name for f in dataclasses.fields(Rule)}
+    base = Config(depth=1, head_dim=16, width=32, seq_len=6, batch_size=2, dtype="float64", **{"draws": 2, **kw})
+    ids = torch.randint(0, 61, (5, 2, 7), generator=torch.Generator().manual_seed(4))
+
+    def weights(config):
+        pipeline = train_wm.build(config, 61, torch.device("cpu"))
+        for step, batch in enumerate(ids):
+            pipeline.step(step, len(ids), [(batch[:, :-1], batch[:, 1:])])
+        return list(pipeline.model.parameters())
+    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a, b))  # noqa: E731
+    plain, idle = weights(base), train_wm.idle(base)
+    changed = dataclasses.replace(base, **{k: v for k, v in OTHER.items() if k in idle - {"reader"}})   # check() refuses that one
+    assert train_wm.science(changed) == train_wm.science(base) and same(plain, weights(changed))
+    tried = OTHER.keys() - train_wm.idle(Config()) if kw and base.method == "wm" else set()
+    for name in OTHER.keys() - idle - tried:
+        config = dataclasses.replace(base, **{name: OTHER[name] if OTHER[name] != getattr(base, name) else "muon"})
+        assert name == "reader" and config.method != "wm" or not same(plain, weights(config)), name
+
+
 @pytest.mark.parametrize("argv, message", [
-    (["--arm", "nobody"], "unknown"), (["--regime", "d7"], "choice"), (["--width", "100"], "multiple"), (["--streams", "7"], "does not divide"),
+    (["--method", "sr_np", "--draws", "1"], "no credit"), (["--arm", "nobody"], "unknown"), (["--regime", "d7"], "choice"), (["--width", "100"], "multiple"), (["--streams", "7"], "does not divide"),
     (["--method", "sr_lnp", "--active", "q"], "no rule"), (["--reader", "muon_colnorm", "--hidden_opt", "adamw"], "momentum"),
     (["--method", "backprop", "--reader", "muon_colnorm"], "belongs"), (["--head_temp", "--active", "q"], "choose one"), (["--clock", "late"], "choose"),
     (["--gamma_k", "1.5"], "too large"), (["--sigma", "0"], "too small"), (["--sigma", "nan"], "finite"), (["--probes", "0"], "too small"), (["--eval_tokens", "1"], "no byte"),

@@ -1,5 +1,7 @@
 """The delayed rule against autograd, enumeration and intervention; the comparators; the pipeline's clocks, packets and resumption."""
+import contextlib
 import dataclasses
+import io
 import itertools
 
 import pytest
@@ -79,6 +81,17 @@ def test_skip_gains_unroll_the_recurrence():
     for lam, lam0, write in zip(model.resid_lambdas, model.x0_lambdas, writes):
         x = lam * x + lam0 * x0 + write
     torch.testing.assert_close(alpha * x0 + sum(g * w for g, w in zip(gamma, writes)), x.detach())
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 30.0])
+def test_norm_shift_keeps_its_digits(size):
+    """In float32 against float64, for probes down to the least --sigma, on and off the tangent space."""
+    z, xi = 3 * torch.randn(40, 17, generator=torch.Generator().manual_seed(9)), wm.signs(40, 17, 5)
+    for d in (xi, wm.tangent(xi, norm(z))):
+        d = size * d
+        exact = norm(z.double() + d.double()) - norm(z.double())
+        torch.testing.assert_close(wm.norm_shift(z.double(), d.double()), exact, rtol=1e-9, atol=1e-14)
+        assert (wm.norm_shift(z, d).double() - exact).abs().max() < 2e-6 * exact.abs().max()
 
 
 @pytest.mark.parametrize("scale, mean", [(1.0, 0.5), (2.0, 1.0)])
@@ -396,20 +409,50 @@ def test_sr_lnp_and_sr_np_find_the_direction():
     assert cosine(snp["wte.weight"], grads["wte.weight"]) > 0.5
 
 
-def test_state_survives_a_copy():
-    """A pipeline continued from its state dict equals one that went on, bit for bit, whatever is in flight."""
-    for kw in (dict(), dict(clock="both_pre"), dict(active="qk", probes=2, packet_dtype="bfloat16"), dict(method="mismatched_origin")):
-        _, whole = run(7, **kw)
-        model = GPT(CFG).init_weights(1).double()
-        first = Pipeline(model, Rule(**kw), 1)
-        for step in range(4):
-            first.step(step, 7, [batch(100 * step, T=12)])
-        second = Pipeline(GPT(CFG).init_weights(99).double(), Rule(**kw), 1)
-        second.model.load_state_dict(model.state_dict())
-        second.load_state_dict(first.state_dict())
-        for step in range(4, 7):
-            second.step(step, 7, [batch(100 * step, T=12)])
-        assert all(torch.equal(p, whole[-1][n]) for n, p in second.model.named_parameters())
+@pytest.mark.parametrize("kw", [
+    dict(), dict(clock="stage2_pre", streams=12), dict(clock="both_pre"), dict(clock="origin", reader="muon_colnorm"), dict(head_temp=True),
+    dict(active="qk", probes=2, packet_dtype="bfloat16", packets="host"), dict(active="qk", qk_probe="multiplexed"), dict(method="backprop", active="q"),
+    dict(method="sr_lnp", draws=2), dict(method="sr_np", draws=2), dict(method="head_only"), dict(method="lexical_only"),
+    dict(method="mismatched_origin", active="k")], ids=str)
+def test_state_survives_a_copy_after_every_step(kw):
+    """A pipeline that is saved and read again between any two steps (nothing, one batch, two in flight) ends where one that was not does."""
+    _, whole = run(6, **kw)
+    cfg = dataclasses.replace(CFG, qk_scale="head" if kw.get("head_temp") else "none")
+    pipeline = Pipeline(GPT(cfg).init_weights(1).double(), Rule(**kw), 1)
+    for step in range(6):
+        file = io.BytesIO()
+        torch.save({"model": pipeline.model.state_dict(), "pipeline": pipeline.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        pipeline = Pipeline(GPT(cfg).init_weights(99).double(), Rule(**kw), 1)
+        pipeline.model.load_state_dict(saved["model"])
+        pipeline.load_state_dict(saved["pipeline"])
+        pipeline.step(step, 6, [batch(100 * step, T=12)])
+    assert all(torch.equal(p, whole[-1][n]) for n, p in pipeline.model.named_parameters())
+
+
+@pytest.mark.parametrize("kw", [dict(active="qk", center=False), dict(clock="both_pre", streams=12, center=False)], ids=str)
+def test_ranks_share_out_what_is_in_flight(kw):
+    """Three ranks that take up one process's state, each with a third of the rows, install on average what the process would."""
+    one, _ = run(3, **kw)
+    state, weights, (idx, targets) = one.state_dict(), one.model.state_dict(), batch(300, T=12)
+    found = []
+    for rank in range(3):
+        rule = dataclasses.replace(one.rule, streams=one.rule.streams // 3)
+        part = Pipeline(GPT(CFG).init_weights(1).double(), rule, 1, rank, 3)
+        part.model.load_state_dict(weights)
+        part.load_state_dict(state)
+        rows = slice(rank * len(idx) // 3, (rank + 1) * len(idx) // 3)
+        with torch.no_grad():
+            part._forward_only(3, [(idx[rows], targets[rows])], contextlib.nullcontext())
+        found.append({n: p.grad for n, p in part.model.named_parameters() if p.grad is not None})
+    one.optimizer.zero_grad()
+    with torch.no_grad():
+        one._forward_only(3, [(idx, targets)], contextlib.nullcontext())
+    want = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+    assert want.keys() == found[0].keys() and {"wte.weight", "blocks.0.attn.c_v.weight", "blocks.1.ffn.c_proj.weight"} <= want.keys()
+    for name, g in want.items():
+        torch.testing.assert_close(sum(f[name] for f in found) / 3, g, rtol=1e-9, atol=1e-14, msg=name)
 
 
 def test_mismatched_origin_pairs_noise():

@@ -34,6 +34,8 @@ class UserError(Exception):
 def cli(main, argv=None):
     """Run main(argv) as a command line program: a UserError or a failed file operation becomes one line and exit code 2."""
     try:
+        if sys.stdout is None:  # started with it closed
+            sys.stdout = open(os.devnull, "w")
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
         code = main(argv)

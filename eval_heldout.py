@@ -92,7 +92,9 @@ def write_back(path, metrics, step, whole):
 def treat(path, config, device):
     """Score one checkpoint, or print its continuation."""
     model, store, saved = load(path, config, device)
-    with common.autocast(device, model.wte.weight.dtype):
+    # as in training: train_oe.py keeps the tables of a bfloat16 run in bfloat16, train_wm.py all weights in float32
+    dtype = torch.bfloat16 if saved["config"].get("dtype") == "bfloat16" else model.wte.weight.dtype
+    with common.autocast(device, dtype):
         if config.sample is not None:
             return print(config.sample + continuation(model, store, config.sample, config.sample_tokens, config.temperature, config.seed))
         metrics = evaluate_splits(model, store, config.batch_size or saved["config"]["batch_size"], config.eval_tokens, device)

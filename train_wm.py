@@ -35,7 +35,8 @@ DIVERGED = 100.0   # a loss above this (nats) or NaN ends the run
 class Config(Rule):
     """All flags of train_wm.py: the rule's (wm.Rule) and the run's; the defaults are the co-designed 4-matrix arm in regime d6."""
     arm: str = flag("", "a named arm; its flags apply first (default: the arm that the other flags describe)")
-    regime: str = flag("d6", "the paper's two settings: d6, or native (8 layers, 2048-token rows, 16 micro-batches of 4)", choices=("d6", "native"))
+    regime: str = flag("d6", "the paper's two settings: d6, or native (8 layers, 2048-token rows, 16 micro-batches of 4)",
+                       choices=("d6", "native"))
     depth: int = flag(6, "layers", low=1, high=1000)
     head_dim: int = flag(64, "channels of an attention head", low=2, high=4096)
     width: int = flag(0, "channels of the residual stream (the paper: 256 to 768); 0 is 64 x depth", low=0, high=2**20)
@@ -49,7 +50,8 @@ class Config(Rule):
     data_seed: int = flag(0, "seed of the data order", low=0, high=2**63 - 1)
     eval_tokens: int = flag(262_144, "evaluate on this many tokens of each split; 0 is all of them", low=0, high=2**53)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
-    dtype: str = flag("float32", "precision of the forward pass; probes and credit are float32 at least", choices=("float32", "bfloat16", "float64"))
+    dtype: str = flag("float32", "precision of the forward pass; probes and credit are float32 at least",
+                      choices=("float32", "bfloat16", "float64"))
     threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
     out: str = flag("results", "folder of results and checkpoints")
     save_every: int = flag(100, "steps between checkpoints; 0 writes the last one only", low=0, high=10**9)
@@ -59,8 +61,8 @@ class Config(Rule):
 
 REGIMES = {
     "d6": {},
-    "native": dict(depth=8, head_dim=128, seq_len=2048, batch_size=4, accum=16, steps=100, wte_lr=0.015, ve_lr=0.015, wte_route="head", lm_beta1=0.5,
-                   lm_eps=1e-8, q_lr=0.068, lrm_min=0.5, adamw_anneal=False, packets="host", packet_dtype="bfloat16"),
+    "native": dict(depth=8, head_dim=128, seq_len=2048, batch_size=4, accum=16, steps=100, wte_lr=0.015, ve_lr=0.015, wte_route="head",
+                   lm_beta1=0.5, lm_eps=1e-8, q_lr=0.068, lrm_min=0.5, adamw_anneal=False, packets="host", packet_dtype="bfloat16"),
 }
 # The paper prints these optimizers in part only; rates it does not print are the defaults of wm.Rule (AdamW on hidden matrices: 0.001)
 PAPER20 = dict(wte_lr=0.004, ve_lr=0.004, lrm_min=1.0)
@@ -77,6 +79,7 @@ TUNED_NP = dict(wte_lr=0.008, ve_lr=0.008, lrm_min=0.1)
 M8, M32 = dict(streams=1024), dict(streams=256)
 EXP29 = dict(PAPER20, regime="native", wte_lr=0.003, ve_lr=0.003, **HEAD)
 EXP43 = dict(regime="native", wte_lr=0.003, ve_lr=0.003)
+D6_OPT = dict(wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4)
 RAW = dict(tangent=False, project=False)
 
 ARMS = {  # name -> flags that differ from the defaults; the names are the WM paper's ("..." is how it abbreviates them)
@@ -142,9 +145,8 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "unrestricted_adamw_backprop": dict(ADAMW, regime="native", method="backprop", active="qk"),
     "native50m_dust_K16_tuned_fast": dict(TUNED_NP, regime="native", method="sr_lnp"),
     "native50m_true_delayed_construction_M8_adamw": dict(EXP29, hidden_opt="adamw", hidden_lr=0.001, clock="both_pre", **M8),
-    "native50m_wm_M8_bt_scaled_triton": dict(regime="native", wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4, **M8),
-    "native50m_wm_M8_codesigned_triton": dict(regime="native", wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4,
-                                              wte_lr=0.1, ve_lr=0.05, **M8),
+    "native50m_wm_M8_bt_scaled_triton": dict(D6_OPT, regime="native", **M8),
+    "native50m_wm_M8_codesigned_triton": dict(D6_OPT, regime="native", wte_lr=0.1, ve_lr=0.05, **M8),
     "native50m_causal_trace_wm_M32_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="origin", **M32),
     "native50m_causal_trace_wm_M8_unprojected_prepolar_muon": dict(EXP29, clock="origin", **RAW, **M8),
     "native50m_true_delayed_construction_M8_unprojected_prepolar_muon": dict(EXP29, clock="both_pre", **RAW, **M8),
@@ -162,8 +164,10 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_triton": dict(regime="native", active="qk"),
     "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton": dict(regime="native", active="qk", probes=2),
 }
-BOTH_REGIMES = ("supplied_muon_adamw_backprop", "frozen_backbone_lm_head_only", "pure_lexical_x0_skip_only_true_zero")  # with --regime native too
-NOT_IN_NAME = {"arm", "seed", "device", "threads", "out", "save_every", "resume", "force", "impl", "packets"}  # how and where a run is computed
+# tabulated with --regime native too
+BOTH_REGIMES = ("supplied_muon_adamw_backprop", "frozen_backbone_lm_head_only", "pure_lexical_x0_skip_only_true_zero")
+# how and where a run is computed
+NOT_IN_NAME = {"arm", "seed", "device", "threads", "out", "save_every", "resume", "force", "impl", "packets"}
 
 
 def flags_of(arm, regime=""):
@@ -179,7 +183,8 @@ def idle(config):
     wm, muon = c.method in ("wm", "mismatched_origin"), hidden and c.hidden_opt == "muon"
     parts = {  # flags -> do they act?
         ("clock", "filtered_v", "reader"): wm,
-        ("streams", "scale_factor", "project", "tangent", "center", "wte_route", "packet_dtype", "precision"): wm or c.method == "lexical_only",
+        ("streams", "scale_factor", "project", "tangent", "center", "wte_route", "packet_dtype", "precision"):
+            wm or c.method == "lexical_only",
         ("sigma",): c.method not in ("backprop", "head_only"), ("draws",): c.method in ("sr_lnp", "sr_np"),
         ("probes", "unit_rms_qk", "tangent_qk"): wm and c.active != "none", ("qk_probe",): wm and c.active == "qk",
         ("gamma_k",): wm and "k" in c.active,
@@ -261,7 +266,7 @@ def check(config):
     if config.head_temp and config.active != "none":
         raise UserError("--head_temp and --active are arms of their own in the paper; choose one")
     if config.method == "sr_np" and config.draws == 1:
-        raise UserError("--draws 1 gives --method sr_np no credit: a draw's reward is its loss against the mean of the draws; give 2 or more")
+        raise UserError("--draws 1 gives --method sr_np no credit (a draw's loss counts against the draws' mean); give 2 or more")
     if config.method != "wm" and config.reader != "live":
         raise UserError(f"--reader {config.reader} belongs to --method wm")
     if config.reader == "muon_colnorm" and config.hidden_opt != "muon":
@@ -281,15 +286,16 @@ def list_arms(as_json=False):
         return print(json.dumps(rows))
     print(f"{'arm':82} {'regime':6} {'published':>16}  flags (published: DEV bits per byte, mean +- sd)")
     for row in rows:
-        flags = " ".join(f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v}" for k, v in row["flags"].items() if k != "regime")
+        flags = " ".join(f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v}"
+                         for k, v in row["flags"].items() if k != "regime")
         print(f"{row['arm']:82} {row['regime']:6} {row['published_dev_bpb']:.4f} +- {row['published_sd']:.4f}  {flags or '(the defaults)'}")
 
 
 def model_config(config, vocab_size):
     """GPTConfig of a Config."""
     width = width_of(config)
-    return GPTConfig(n_layer=config.depth, n_head=width // config.head_dim, n_embd=width, vocab_size=vocab_size, sequence_len=config.seq_len,
-                     window_pattern=config.window_pattern, qk_scale="head" if config.head_temp else "none")
+    return GPTConfig(n_layer=config.depth, n_head=width // config.head_dim, n_embd=width, vocab_size=vocab_size,
+                     sequence_len=config.seq_len, window_pattern=config.window_pattern, qk_scale="head" if config.head_temp else "none")
 
 
 def build(config, vocab_size, device, rank=0, world=1):
@@ -314,7 +320,8 @@ def save(path, config, store, pipeline, batches, done):
     if pipeline.rank == 0:
         common.save_checkpoint(path, {
             "script": "train_wm.py", "config": dataclasses.asdict(config), "model_config": dataclasses.asdict(pipeline.model.cfg),
-            "data_digest": store.digest, "model": pipeline.model.state_dict(), "pipeline": in_flight, "batches": batches.state_dict(), **done})
+            "data_digest": store.digest, "model": pipeline.model.state_dict(), "pipeline": in_flight,
+            "batches": batches.state_dict(), **done})
 
 
 def restore(path, config, store, pipeline, batches):
@@ -371,7 +378,8 @@ def _train(config, run, result, checkpoint, rank, world, device):
     active = sum(p.numel() for stage in pipeline.active.values() for p in stage.values())
     say(f"{run}: {active:,} of {params['total']:,} parameters active, {config.steps} steps of {tokens:,} tokens on {world} x {device.type}")
     status = "finished"
-    with common.stop_requests() as stop, tqdm(total=config.steps, initial=done["step"], unit="step", disable=None if rank == 0 else True) as bar:
+    quiet = None if rank == 0 else True
+    with common.stop_requests() as stop, tqdm(total=config.steps, initial=done["step"], unit="step", disable=quiet) as bar:
         for step in range(done["step"], config.steps):
             start = time.perf_counter()
             loss = pipeline.step(step, config.steps, next_batches(batches, config, device, rank, world), autocast)
@@ -407,7 +415,8 @@ def _train(config, run, result, checkpoint, rank, world, device):
         config={**dataclasses.asdict(config), "data_digest": store.digest, "ranks": world},
         depth=config.depth, width=pipeline.model.cfg.n_embd, seed=config.seed, params={**params, "active": active}, steps=done["step"],
         tokens=done["step"] * tokens, metrics=metrics, curve=done["curve"],
-        timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"], "peak_mem_mib": common.peak_mem_mib(device)},
+        timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"],
+                "peak_mem_mib": common.peak_mem_mib(device)},
         env=common.env_record(device))
 
 

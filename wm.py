@@ -35,7 +35,7 @@ HEAD_CHUNK = 128         # tokens whose logits are worked on at once: 4 MiB at V
 
 @dataclass(frozen=True)
 class Rule:
-    """The flags of the learning rule and its optimizer; train_wm.Config and the audits extend it. Defaults: the co-designed 4-matrix arm."""
+    """The flags of the learning rule and its optimizer, which train_wm.Config extends. Defaults: the co-designed 4-matrix arm."""
     method: str = flag("wm", "learning rule; backprop is the exact gradient of the same active weights", choices=METHODS)
     clock: str = flag("strict_post", "when stages 2 and 1 build their rewards (WM 1.1)", choices=tuple(CLOCKS))
     streams: int = flag(0, "token streams G of a micro-batch; 0 is one per token", low=0, high=2**40)
@@ -47,14 +47,16 @@ class Rule:
     wte_route: str = flag("skip", "wte's receiver: the skip alpha_0 I (Prop. 3), or lm_head once more", choices=("skip", "head"))
     filtered_v: bool = flag(True, "pair c_v's credit with the attention-filtered input (Prop. 2)")
     active: str = flag("none", "attention matrices that learn beyond c_v and c_proj", choices=("none", "q", "k", "qk"))
-    qk_probe: str = flag("decoupled", "q and k probed apart, in one pass, or on alternate steps", choices=("decoupled", "coupled", "multiplexed"))
+    qk_probe: str = flag("decoupled", "q and k probed apart, in one pass, or on alternate steps",
+                         choices=("decoupled", "coupled", "multiplexed"))
     gamma_k: float = flag(0.85, "discount of future queries' rewards in a key's credit; 0 is its own position only", low=0, high=1)
     probes: int = flag(1, "q and k probes M averaged before the outer product", low=1, high=4096)
     spherical: bool = flag(True, "c_q and c_k keep their first Frobenius norm")
     unit_rms_qk: bool = flag(True, "scale q and k probes to unit rms per head")
     tangent_qk: bool = flag(True, "project q and k probes onto the tangent space of the QK-norm")
     head_temp: bool = flag(False, "learn one temperature per head")
-    reader: str = flag("live", "weights the rewards read (exp36 B): as they are, or through an optimizer", choices=("live", "muon_colnorm", "adamw_frobnorm"))
+    reader: str = flag("live", "weights the rewards read (exp36 B): as they are, or through an optimizer",
+                       choices=("live", "muon_colnorm", "adamw_frobnorm"))
     draws: int = flag(16, "K of sr_lnp, K_site of sr_np (the paper: 4)", low=1, high=2**20)
     hidden_opt: str = flag("muon", "optimizer of the hidden matrices", choices=("muon", "adamw"))
     hidden_lr: float = flag(0.006, "rate of the hidden matrices", low=0, high=1e10)
@@ -71,9 +73,11 @@ class Rule:
     ve_lr: float = flag(0.06, "rate of the value embeddings", low=0, high=1e10)
     lrm_min: float = flag(0.2, "rates fall on a line to this fraction", low=0, high=1)
     adamw_anneal: bool = flag(True, "AdamW's rates fall too, not only Muon's")
-    packets: str = flag("device", "where delayed packets wait: on the device, or in pinned host memory (the same on a CPU)", choices=("device", "host"))
+    packets: str = flag("device", "where delayed packets wait: on the device, or in pinned host memory (the same on a CPU)",
+                        choices=("device", "host"))
     packet_dtype: str = flag("float32", "precision of what layers leave in a packet", choices=("float32", "bfloat16"))
-    impl: str = flag("auto", "contraction: Triton on CUDA, else torch; outer is the materialising baseline", choices=("auto", "torch", "triton", "outer"))
+    impl: str = flag("auto", "contraction: Triton on CUDA, else torch; outer is the materialising baseline",
+                     choices=("auto", "torch", "triton", "outer"))
     precision: str = flag("ieee", "input precision of the Triton kernels", choices=("ieee", "tf32x3", "tf32", "bf16"))
 
 
@@ -114,7 +118,8 @@ def make_optimizer(model, rule, rank=0, world=1):
         "lm_head": dict(kind="adamw", betas=(rule.lm_beta1, 0.95), eps=rule.lm_eps, pool=rule.lm_pool, initial_lr=rule.lm_lr),
         "wte": dict(adamw, initial_lr=rule.wte_lr), "value_embeds": dict(adamw, initial_lr=rule.ve_lr),
         "hidden": dict(hidden, initial_lr=rule.hidden_lr),
-        "c_q": {**hidden, "momentum": rule.q_beta, "initial_lr": rule.q_lr}, "c_k": {**hidden, "momentum": rule.k_beta, "initial_lr": rule.k_lr},
+        "c_q": {**hidden, "momentum": rule.q_beta, "initial_lr": rule.q_lr},
+        "c_k": {**hidden, "momentum": rule.k_beta, "initial_lr": rule.k_lr},
         "q_log": dict(adamw, initial_lr=0.005),
     }
     return MuonAdamW([dict(recipe[part], role=part, params=params) for part, params in lists.items()], rank, world)
@@ -188,7 +193,8 @@ def record(model, idx, targets, key, first=0):
     s, nats, grad = head_scores(x_final, model.lm_head.weight, targets.flatten(), model.cfg.softcap)
     layers = [{k: v for k, v in layer.items() if k in ("attn_in", "q", "k", "v", "gate", "y", "mlp_in", "pre", "hidden") and v is not None}
               for layer in trace["layers"]]
-    packet = dict(key=key, first=first, idx=idx, s=s, x_L=x_L, x_final=x_final, e=e.flatten(0, 1), x0=trace["x0"].flatten(0, 1), layers=layers)
+    packet = dict(key=key, first=first, idx=idx, s=s, x_L=x_L, x_final=x_final, e=e.flatten(0, 1), x0=trace["x0"].flatten(0, 1),
+                  layers=layers)
     return packet, nats.sum(), grad
 
 
@@ -539,7 +545,7 @@ def suffix(model, idx, x, x0, start, states=None):
 
 
 def sr_np(model, packet, targets, rule, gamma=0.98):
-    """{name: pseudo-gradient} of suffix-recomputed node perturbation: K Gaussian draws at each of 3 L + 1 sites, and K per layer inside attention.
+    """{name: pseudo-gradient} of suffix-recomputed node perturbation: K Gaussian draws at 3 L + 1 sites, and K per layer inside attention.
 
     A draw moves one site, the rest of the network is recomputed, and each token's loss, centred over the draws, is its reward. Both
     projections use the site behind the block (as the paper does, which omits attn.c_proj's path through its own block's MLP); values
@@ -638,7 +644,7 @@ class Pipeline:
                       if rule.spherical and (".c_q." in name or ".c_k." in name)}
 
     def step(self, step, steps, batches, autocast=None):
-        """Train on the micro-batches [(idx, targets), ...] of this rank, rows of which are a consecutive slice; returns the mean loss in nats."""
+        """Train on this rank's rows of the micro-batches [(idx, targets), ...], a consecutive slice; returns the mean loss in nats."""
         set_rates(self.optimizer, step, steps, self.rule)
         self.optimizer.zero_grad()
         autocast = autocast or common.autocast(torch.device("cpu"), torch.float32)
@@ -667,7 +673,7 @@ class Pipeline:
     def _forward_only(self, step, batches, autocast):
         rule = self.rule
         pipelined = rule.method in ("wm", "lexical_only", "mismatched_origin")
-        late = rule.method == "mismatched_origin"      # its rewards come from the current batch, so nothing is built before the forward pass
+        late = rule.method == "mismatched_origin"      # its rewards come from the current batch: nothing is built before the forward pass
         if pipelined and not late:
             self._build(step, lambda age: age > 0)
         total, head = 0.0, 0.0
@@ -695,7 +701,8 @@ class Pipeline:
             unused.add("hidden")                               # made again from the pre-activation: packets are meant to be small
         dtype = torch.bfloat16 if rule.packet_dtype == "bfloat16" else None
         place = self.pinned.put if rule.packets == "host" and device.type == "cuda" else (lambda t: t)
-        packet["layers"] = [{k: place(v.to(dtype) if dtype else v) for k, v in layer.items() if k not in unused} for layer in packet["layers"]]
+        packet["layers"] = [{k: place(v.to(dtype) if dtype else v) for k, v in layer.items() if k not in unused}
+                            for layer in packet["layers"]]
         if "s" in packet:
             packet["s"] = place(packet["s"].to(dtype) if dtype else packet["s"])
         return packet
@@ -735,7 +742,7 @@ class Pipeline:
             total[name] = total[name] + g if name in total else g
 
     def _install(self, step, head):
-        """Give the weights the pseudo-gradients that are due: the head its own, stage 2 those of a step ago, stage 1 those of two steps ago."""
+        """Give the weights the pseudo-gradients that are due: the head its own, stage 2 those of a step ago, stage 1 those of two."""
         same_step = self.rule.method in ("sr_lnp", "sr_np")
         self.active[3]["lm_head.weight"].grad = head
         for stage in (2, 1):

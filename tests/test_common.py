@@ -41,6 +41,13 @@ def test_a_full_disk_behind_stdout():
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
 
 
+def test_stdout_closed_from_the_start():
+    for body, code in (("print('x')", 0), ("raise common.UserError('a')", 2)):
+        done = subprocess.run([sys.executable, "-S", "-c", SAYS.format(root=str(common.ROOT), body=body)], stderr=subprocess.PIPE, text=True,
+                              preexec_fn=lambda: os.close(1))
+        assert done.returncode == code and done.stderr == ("error: a\n" if code else "")
+
+
 def test_a_terminal_without_the_letters():
     done = cli("print('привет')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and done.stdout == "??????\n"

@@ -13,6 +13,7 @@ import torch
 
 import bench
 import common
+import eval_heldout
 import stats
 import train_wm
 from common import UserError
@@ -220,6 +221,25 @@ def test_the_record_can_be_read_by_stats(store, tmp_path, capsys):
     assert not stats.main([str(p) for p in sorted(tmp_path.glob("*.json"))])
     out = capsys.readouterr().out
     assert "wm_G2048_codesigned_opt_triton" in out and "backprop_d6_codesigned_opt" in out
+
+
+@pytest.mark.parametrize("kw", [dict(dtype="bfloat16"), dict(dtype="float64", method="backprop"), dict(head_temp=True)], ids=str)
+def test_eval_heldout_scores_as_training_did(kw, store, tmp_path, capsys):
+    record = run(store, tmp_path, eval_tokens=0, **kw)
+    eval_heldout.main([str(tmp_path / f"{record['run']}.ckpt"), "--device", "cpu"])
+    assert f"val {record['metrics']['val_bpb']:.6f} bpb, held-out {record['metrics']['heldout_bpb']:.6f} bpb" in capsys.readouterr().out
+    again = json.loads((tmp_path / f"{record['run']}.json").read_text())
+    assert again["metrics"]["val_nats"] == pytest.approx(record["metrics"]["val_nats"], rel=1e-9)
+
+
+def test_impl_and_precision_are_refused_before_the_first_step(store, tmp_path):
+    """Whatever the rule would not read does not matter; what it cannot have ends the run before it begins, and spares what is there."""
+    record = run(store, tmp_path, steps=1)
+    for kw in (dict(impl="triton"), dict(precision="tf32"), dict(impl="outer", precision="bf16")):
+        with pytest.raises(UserError, match="impl"):
+            run(store, tmp_path, steps=1, force=True, **kw)
+        assert run(store, tmp_path / "bp", steps=1, method="backprop", force=True, **kw)["status"] == "finished"
+    assert {p.name for p in tmp_path.glob("*.*")} == {f"{record['run']}.json", f"{record['run']}.ckpt"}
 
 
 def test_names(store, tmp_path):

@@ -9,6 +9,7 @@ Nothing here knows about models or data. The imports of the project point one wa
 """
 import argparse
 import dataclasses
+import glob
 import hashlib
 import json
 import math
@@ -359,7 +360,7 @@ def check_same_run(path, saved, script, flags, data_digest, data):
 
 @contextmanager
 def locked(path):
-    """Hold an exclusive lock beside `path` for the block; UserError when another process holds it."""
+    """Hold an exclusive lock beside `path` for the block; UserError when another process holds it. Clears away its dead owners' files."""
     import fcntl
     lock = make_parent(path).parent / f".{Path(path).name}.lock"
     while True:
@@ -370,6 +371,8 @@ def locked(path):
                 raise UserError(f"{path} is being written by another process; wait for it, or name another --out") from None
             if not _same_file(f, lock):  # its owner removed it between our open and our lock: another process may hold a new one
                 continue
+            for left in lock.parent.glob(f".{glob.escape(Path(path).stem)}.*.tmp"):  # of a process that was killed while it wrote
+                left.unlink(missing_ok=True)
             try:
                 yield
             finally:

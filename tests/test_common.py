@@ -81,6 +81,18 @@ def test_locks_exclude_and_leave_no_file(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_lock_clears_away_what_a_killed_owner_left(tmp_path):
+    code = (f"import os, signal, sys; sys.path.insert(0, {str(common.ROOT)!r}); import common\n"
+            "held = [common.atomic_path(os.path.join(sys.argv[1], name)) for name in ('a[1]_seed4.ckpt', 'a[1]_seed46.ckpt')]\n"
+            "for h in held:\n    h.__enter__()\n"
+            "os.kill(os.getpid(), signal.SIGKILL)")
+    subprocess.run([sys.executable, "-S", "-c", code, str(tmp_path)])
+    assert len(os.listdir(tmp_path)) == 2
+    with common.locked(tmp_path / "a[1]_seed4.json"):
+        pass
+    assert [name[:16] for name in os.listdir(tmp_path)] == [".a[1]_seed46.ckp"]                    # another run's may be in use
+
+
 @pytest.mark.parametrize("env", [dict(WORLD_SIZE="abc"), dict(WORLD_SIZE="2"), dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="x")])
 def test_half_a_torchrun_environment(env, monkeypatch):
     for key, value in env.items():

@@ -155,6 +155,8 @@ def trajectory(config, rule, label, batch_size=None):
     The rule is train_wm.py's (strict_post, head at beta1 0.9 and eps 1e-4), whatever the audit then asks of its states. weights: {name:
     copy} of lm_head and both c_proj as they stood before the step. Packets of this step and the one before are in pipeline.packets.
     """
+    if config.warm + config.steps > config.run_steps:
+        raise UserError(f"--warm {config.warm} and --steps {config.steps} do not fit into a run of --run_steps {config.run_steps}")
     pipeline, batches = start(config, rule, batch_size)
     watched = [name for name in pipeline.active[2] | pipeline.active[3] if name != "wte.weight"]
     params = dict(pipeline.model.named_parameters())
@@ -312,6 +314,8 @@ def wm_cosine(config, paths):
         pipeline, batches, micros, at, keep, last = from_checkpoint(paths[0], config)
     else:
         at, micros, last = sorted(set(numbers(config.at, "at"))), 1, config.run_steps
+        if at[-1] > last:
+            raise UserError(f"--at {at[-1]} lies behind the end of a run of --run_steps {last}")
         pipeline, batches = start(config, rule_of(config))
     tokens = batches.batch_size * batches.seq_len
     if bad := [g for g in streams if g == 0 or tokens % g]:
@@ -732,7 +736,8 @@ def wm_geometry(config, paths):
         if other["model_config"] != saved["model_config"]:
             raise UserError(f"{paths[0]} and {paths[1]} hold models of different shape")
     else:
-        first = GPT(model.cfg).init_weights(saved["config"]["seed"])
+        with common.reading(paths[0]):
+            first = GPT(model.cfg).init_weights(saved["config"]["seed"])
     if model.oe_tables is not None or model.cfg.attn != "softmax":
         raise UserError(f"{paths[0]}: wm-geometry reads models with softmax attention and without hashed tables")
     store = open_store(config.data or saved["config"]["data"])

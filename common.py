@@ -254,6 +254,9 @@ def load_checkpoint(path, keys=(), map_location="cpu"):
         raise UserError(f"{path} is a torch file but not a checkpoint of this project (no format {CHECKPOINT_FORMAT!r})")
     if missing := [k for k in keys if k not in payload]:
         raise UserError(f"{path} is a damaged checkpoint (it lacks {', '.join(missing)}); delete it or name another")
+    kinds = {"step": int, **dict.fromkeys(("config", "model_config", "model"), dict)}
+    if wrong := [k for k, kind in kinds.items() if k in payload and not isinstance(payload[k], kind)]:
+        raise UserError(f"{path} is a damaged checkpoint (its {', '.join(wrong)} cannot be read); delete it or name another")
     return payload
 
 

@@ -362,6 +362,13 @@ def attend(q, k, v, mask):
     return y.transpose(1, 2)
 
 
+def attention_output(layer, window):
+    """y [B, T, C] once more, from a layer's q, k and v."""
+    T = layer["q"].size(1)
+    mask = None if window >= T - 1 else visible(T, layer["q"].device, window)
+    return attend(layer["q"], layer["k"], layer["v"], mask).flatten(2)
+
+
 def head_reward(packet, dy, u, W, S, rule):
     """One reward per token and head [B, T, H]: dy [B, T, H, D] against c_proj's columns, summed over the head's channels.
 
@@ -427,6 +434,9 @@ def stage1(model, packet, reward, rule, readers):
         block, u, name = model.blocks[i], reward["bus"] * gamma[i], f"blocks.{i}."
         layer = load(layer, u)
         source = layer if packet is reward else load(reward["layers"][i], u)
+        if (rule.active != "none" or rule.head_temp) and reward["layers"][i]["y"].dtype != u.dtype:
+            # what a probe of q or k does to y is about as small as the rounding of a bfloat16 y
+            source = {**source, "y": attention_output(source, block.attn.window)}
         credit = fc_credit(packet, reward, source, u, readers(f"{name}ffn", block.ffn.c_proj.weight), rule, i)
         grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer["mlp_in"].flatten(0, 1), -1 / n)
         W = readers(f"{name}attn", block.attn.c_proj.weight)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import audit
 import audit_wm
+import common
 import train_wm
 import wm
 from audit_wm import CELLS, Cosine, Drift, cosine
@@ -420,11 +421,22 @@ def test_geometry_by_hand(store, tmp_path, capsys):
     assert "141.3300" in text and "0.8587" in text
 
 
+def test_damaged_checkpoints(store, tmp_path):
+    path = trained(store, tmp_path, 2)
+    good = common.load_checkpoint(path)
+    for damage in ({"config": {}}, {"config": 3}, {"model": {}}, {"model_config": None}, {"step": "2"}):
+        common.save_checkpoint(path, {**good, **damage})
+        for name in ("wm-geometry", "wm-cosine"):
+            with pytest.raises(UserError, match="damaged"):
+                audit.main([name, path, "--device=cpu"])
+
+
 # ---- the command line ----
 
 @pytest.mark.parametrize("line, word", [
     ("wm-cosine --at x", "numbers"), ("wm-cosine --at -3", "numbers"), ("wm-cosine --at 1 --at 2", "twice"),
-    ("wm-cosine --width 65", "multiple"),
+    ("wm-cosine --width 65", "multiple"), ("wm-cosine --at 5 --run_steps 4", "behind the end"),
+    ("wm-kurtosis --warm 3 --steps 2 --run_steps 4", "do not fit"),
     ("wm-cosine --streams 7 --seq_len 16 --batch_size 2 --depth 1", "divide"), ("wm-cosine none.ckpt", "no such"),
     ("wm-drift --warm 1", "too small"), ("wm-drift --batch_sizes 0,2", "does not go"), ("wm-drift x.ckpt", "unrecognized"),
     ("wm-kurtosis --layer 1", "unrecognized"),

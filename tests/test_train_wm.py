@@ -311,9 +311,10 @@ def test_foreign_checkpoints_and_existing_results(store, tmp_path):
     common.save_checkpoint(path, {**other, "script": "train_oe.py"})
     with pytest.raises(UserError, match="train_oe.py"):
         run(store, tmp_path, steps=2, resume=True)
-    common.save_checkpoint(path, {**other, "pipeline": {"optimizer": 3}})
-    with pytest.raises(UserError, match="damaged"):
-        run(store, tmp_path, steps=2, resume=True)
+    for damage in ({"pipeline": {"optimizer": 3}}, {"step": None}, {"config": []}, {"model": 3}, {"batches": 3}):
+        common.save_checkpoint(path, {**other, **damage})
+        with pytest.raises(UserError, match="damaged"):
+            run(store, tmp_path, steps=2, resume=True)
     common.save_checkpoint(path, {**other, "config": {**other["config"], "lm_lr": 0.5}})
     with pytest.raises(UserError, match="lm_lr"):
         run(store, tmp_path, steps=2, resume=True)

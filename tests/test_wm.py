@@ -239,6 +239,21 @@ def test_query_and_key_credit_in_the_mean():
     assert found(gamma_k=1.0, qk_probe="coupled")[0] > 0.85
 
 
+@pytest.mark.parametrize("kw", [dict(active="qk"), dict(active="qk", qk_probe="coupled"), dict(head_temp=True)], ids=str)
+def test_rounded_packets_keep_the_credit_of_q_and_k(kw):
+    """A bfloat16 packet's pseudo-gradients are close to the unrounded one's: a displacement is taken between outputs of the same precision."""
+    model, (idx, targets), found = grown(qk_scale="head" if "head_temp" in kw else "none"), batch(), []
+    with torch.no_grad():
+        for dtype in ("float32", "bfloat16"):
+            rule = Rule(packet_dtype=dtype, **kw)
+            packet, *_ = record(model, idx, targets, "b")
+            stage2(model, packet, packet, rule, LIVE)
+            packet = Pipeline(model, rule, 0)._stow({**packet, "step": 0})
+            found.append(stage1(model, packet, packet, rule, LIVE))
+    for name in found[0]:
+        assert cosine(found[1][name], found[0][name]) > 0.999, name
+
+
 def test_wte_credit_in_the_mean():
     model, (idx, targets) = grown(), batch()
     with torch.no_grad():

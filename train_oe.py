@@ -277,6 +277,7 @@ def _train(config, run, result, checkpoint, rank, world, device):
     model, optimizer = build(config, store.vocab_size, device, dtype, rank, world)
     batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
     done = {"step": 0, "curve": [], "train_s": 0.0}
+    env = common.env_record(device)   # of the sources as they were loaded, not as they are when a long run ends
     say = print if rank == 0 else lambda *a, **k: None
     if config.force and not config.resume and rank == 0:  # only now: everything that a user can get wrong has been read
         result.unlink(missing_ok=True)
@@ -333,7 +334,7 @@ def _train(config, run, result, checkpoint, rank, world, device):
         depth=config.depth, width=model.cfg.n_embd, seed=config.seed, params=params, steps=done["step"], tokens=done["step"] * tokens,
         metrics=metrics, curve=done["curve"],
         timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"], "peak_mem_mib": common.peak_mem_mib(device)},
-        env=common.env_record(device))
+        env=env)
 
 
 def main(argv=None):

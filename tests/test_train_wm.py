@@ -242,6 +242,14 @@ def test_impl_and_precision_are_refused_before_the_first_step(store, tmp_path):
     assert {p.name for p in tmp_path.glob("*.*")} == {f"{record['run']}.json", f"{record['run']}.ckpt"}
 
 
+def test_the_record_names_the_sources_it_started_from(store, tmp_path, monkeypatch):
+    """A file edited while a run trains is not what the run ran."""
+    order, env, step = [], common.env_record, train_wm.Pipeline.step
+    monkeypatch.setattr(common, "env_record", lambda device: order.append("env") or env(device))
+    monkeypatch.setattr(train_wm.Pipeline, "step", lambda *args: order.append("step") or step(*args))
+    assert run(store, tmp_path, steps=2)["env"]["sources"].keys() >= {"wm.py", "train_wm.py"} and order == ["env", "step", "step"]
+
+
 def test_names(store, tmp_path):
     name = lambda *argv: train_wm.run_name(train_wm.parse(list(argv)))  # noqa: E731
     assert name() == "wm_G2048_codesigned_opt_triton_d6_seed46"

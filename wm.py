@@ -707,8 +707,9 @@ class Pipeline:
         """Keep only what later stages read, in the packet's precision, on the device or in pinned host memory."""
         rule, device = self.rule, packet["idx"].device
         unused = set() if rule.active != "none" or rule.head_temp else {"v"}
-        if rule.packets == "host" or rule.packet_dtype != "float32":
-            unused.add("hidden")                               # made again from the pre-activation: packets are meant to be small
+        if rule.packets == "host" or rule.packet_dtype != "float32" or packet["layers"][0]["pre"].dtype == torch.bfloat16:
+            # made again from the pre-activation: packets are meant to be small, and --packets must not change a bfloat16 run
+            unused.add("hidden")
         dtype = torch.bfloat16 if rule.packet_dtype == "bfloat16" else None
         place = self.pinned.put if rule.packets == "host" and device.type == "cuda" else (lambda t: t)
         packet["layers"] = [{k: place(v.to(dtype) if dtype else v) for k, v in layer.items() if k not in unused}

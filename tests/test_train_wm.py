@@ -296,6 +296,15 @@ def test_idle_flags_are_those_that_change_nothing(kw):
         assert name == "reader" and config.method != "wm" or not same(plain, weights(config)), name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_where_packets_wait_changes_nothing(dtype, store, tmp_path):
+    for where in ("device", "host"):
+        run(store, tmp_path / where, dtype=dtype, packets=where, active="qk", steps=4)
+    a, b = (checkpoint(tmp_path / where) for where in ("device", "host"))
+    assert_same(a["model"], b["model"])
+    assert a["curve"] == b["curve"]
+
+
 @pytest.mark.parametrize("argv, message", [
     (["--method", "sr_np", "--draws", "1"], "no credit"), (["--arm", "nobody"], "unknown"), (["--regime", "d7"], "choice"), (["--width", "100"], "multiple"), (["--streams", "7"], "does not divide"),
     (["--method", "sr_lnp", "--active", "q"], "no rule"), (["--reader", "muon_colnorm", "--hidden_opt", "adamw"], "momentum"),

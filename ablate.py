@@ -116,6 +116,7 @@ GDN = dict(attn="gated_delta_scalar", **NOPE)
 
 
 def muon(lr=0.02, **kw):
+    """Flags of a config under Muon at this rate."""
     return dict(optimizer="muon", muon_lr=lr, **kw)
 
 
@@ -676,11 +677,6 @@ def report(recipe, sweep, arms, seeds, corpus):
 
 # ---- command line ----
 
-def show_flags(flags):
-    return " ".join(f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v:g}" if isinstance(v, float) else f"--{k} {v}"
-                    for k, v in flags.items())
-
-
 def list_configs(recipe, as_json=False):
     """Print every config: what differs from modern, its parameters (8192 ids) and the published validation loss."""
     rows = []
@@ -698,7 +694,7 @@ def list_configs(recipe, as_json=False):
     for r in rows:
         shown = "-" if r["published"] is None else "..".join(f"{v:.3f}" for v in r["published"]) if isinstance(r["published"], list) else f"{r['published']:.4f}"
         print(f"{r['config']:24} {r['params'] or 0:11,} {shown:>12} {r['finding'] or '-':>7} {r['setting'] or '-':12}  "
-              f"{show_flags(r['flags']) or '(the defaults)'}{'  refused' if r['refused'] else ''}")
+              f"{common.show_flags(r['flags']) or '(the defaults)'}{'  refused' if r['refused'] else ''}")
 
 
 def parse(argv=None):

@@ -352,6 +352,7 @@ def from_checkpoint(path, config):
 
 
 def print_cosine(found):
+    """Tables of cosine(), the paper's Table 1 beside them."""
     paper = {row["G"]: row for row in published("cosines")}
     name = {"ffn.c_proj": "mlp.c_proj", "ffn.c_fc": "mlp.c_fc", "attn.c_v": "attn.c_v_filtered"}
     print("Cosine of pseudo-gradient and exact gradient, mean over layers\n"
@@ -485,6 +486,7 @@ def wm_drift(config, paths):
 
 
 def print_drift(found):
+    """Tables of drift(), the paper's Table 2 and 4.3 beside them."""
     print(f"Credit before and after its receiver's update ({found['state']};\n"
           "mean over steps; the cells share one trajectory and differ in the shadow optimizer that moves lm_head; below each the paper's)")
     rows = []
@@ -541,6 +543,7 @@ def wm_kurtosis(config, paths):
 
 
 def print_kurtosis(found):
+    """The moments beside the paper's."""
     paper = published("drift_extra")["kurtosis"]
     print("Fourth moment of x_final and |P b|^2 / |b_rad|^2 over all tokens of the audited steps of the 4-matrix WM rule\n"
           "(paper: exp35, a trajectory that trains lm_head and the c_proj of block 0's feed-forward layer only)")
@@ -617,6 +620,7 @@ def wm_attention(config, paths):
 
 
 def print_attention(found):
+    """The three tiers beside the paper's."""
     print(f"Cosine with the exact gradient through the attention of layer {found['layer']}, initial weights, {found['tokens']:,} tokens.\n"
           "The oracle is the exact gradient behind c_proj, which is 0 here and read as the identity. "
           f"1 / sqrt(D) = {found['head_dim'] ** -0.5:.4f} at D = {found['head_dim']}.")
@@ -698,6 +702,7 @@ def wm_causality(config, paths):
 
 
 def print_causality(found):
+    """One line per clock."""
     print("Age at which changed targets first reach the weights (0: in the same step; expected 0, 1, 2 on every clock), and whether the\n"
           "pseudo-gradient of a packet in flight changes when its receiver is moved after the step of that age (yes: it is built later)")
     yes = {True: "yes", False: "no"}
@@ -753,6 +758,7 @@ def wm_geometry(config, paths):
 
 
 def print_geometry(found):
+    """One table per checkpoint, the paper's three arms beside block 0."""
     paper, rows = published("geometry"), []
     print(f"{found['checkpoint']} at step {found['step']} ({found['arm']}); the paper's three arms at step 360, block 0, seed 46")
     names = {"adamw": "adamw_hidden", "paper20": "paper20_prepolar", "codesigned": "codesigned_prepolar"}

@@ -99,6 +99,11 @@ class _OnceBool(argparse.BooleanOptionalAction):
         super().__call__(parser, namespace, value, option_string)
 
 
+def show_flags(flags):
+    """A dict of flags as they stand on a command line."""
+    return " ".join(f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v}" for k, v in flags.items())
+
+
 def make_parser(description):
     """An ArgumentParser whose mistakes are UserErrors and which takes no abbreviations."""
     return _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
@@ -316,50 +321,6 @@ def peak_mem_mib(device):
 
 
 # ---- running ----
-
-def claim(config, result, checkpoint):
-    """Refuse to lose an earlier run's files. Returns the record of a finished run when asked to resume it, else None."""
-    if config.force:
-        return None
-    if result.exists() and config.resume:
-        with reading(result, "result"):
-            record = json.loads(result.read_text(encoding="utf-8"))
-        print(f"{result} is already finished")
-        return record
-    if result.exists():
-        raise UserError(f"{result} exists; --force overwrites it, another --seed or --out keeps it")
-    if checkpoint.exists() and not config.resume:
-        raise UserError(f"{checkpoint} holds an unfinished run; --resume continues it, --force starts anew")
-
-
-def announce(record, out):
-    """Print how a run ended (rank 0 only) and return the script's exit code: 130 for a run that was stopped."""
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if record["status"] == "stopped":
-        return 130
-    path = Path(out) / f"{record['run']}.json"
-    if record["status"] == "diverged":
-        print(f"diverged at step {record['steps']} (loss {record['curve'][-1][1]}); see {path}")
-        return 0
-    m, t = record["metrics"], record["timing"]
-    print(f"val {m['val_bpb']:.4f} bpb, held-out {m['heldout_bpb']:.4f} bpb "
-          f"({t['train_s']:.0f} s of training, {t['tok_per_s']:,.0f} tok/s, peak {t['peak_mem_mib']:,.0f} MiB); {path}")
-    return 0
-
-
-def check_same_run(path, saved, script, flags, data_digest, data):
-    """UserError unless the checkpoint `saved` comes from the same script, corpus and flags (a dict of those that can change a result)."""
-    if saved["script"] != script:
-        raise UserError(f"{path} was written by {saved['script']}, not by {script}")
-    if saved["data_digest"] != data_digest:
-        raise UserError(f"{path} was trained on another corpus or tokenizer than {data}; name the right --data")
-    with reading(path):
-        old = {**flags, **saved["config"]}
-        changed = [k for k in flags if old[k] != flags[k] and k != "data"]  # the digest speaks for the data
-    if changed:
-        raise UserError(f"{path} was trained with " + ", ".join(f"--{k} {old[k]} (now {flags[k]})" for k in changed) + "; pass the same flags")
-
 
 @contextmanager
 def locked(path):

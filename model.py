@@ -333,6 +333,7 @@ class MLP(nn.Module):
 
 
 def relu2(x):
+    """relu(x)^2."""
     return F.relu(x).square()
 
 

@@ -11,24 +11,19 @@ where <run> is <arm>_d<depth>_seed<seed>, plus 8 hex digits when a flag that mat
 """
 import dataclasses
 import json
-import math
 import os
-import time
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import common
+import runs
 from common import UserError, flag
-from data import DEFAULT_STORE, BestFitBatches, evaluate_splits, open_store
+from data import DEFAULT_STORE, BestFitBatches, open_store
 from model import GPT, GPTConfig
 from wm import Pipeline, Rule
 from wm_kernels import choose_impl
 
-DIVERGED = 100.0   # a loss above this (nats) or NaN ends the run
 
 
 @dataclass(frozen=True)
@@ -215,23 +210,14 @@ def run_name(config):
 
 def parse(argv=None):
     """Config from the command line: defaults, then the regime's flags, then the arm's, then explicit ones. None after --list_arms."""
-    parser = common.make_parser(__doc__)
-    common.add_flags(parser, Config)
-    parser.add_argument("--list_arms", "--list-arms", action="store_true", help="print name, flags and published result of every arm")
-    parser.add_argument("--json", action="store_true", help="with --list_arms: print JSON")
-    given = vars(parser.parse_args(argv))
-    as_json = given.pop("json", False)
-    if given.pop("list_arms", False):
-        if given:
-            raise UserError(f"--list_arms takes no other flag than --json, not --{next(iter(given))}")
-        return list_arms(as_json)
-    if as_json:
-        raise UserError("--json goes with --list_arms; results are always written as JSON")
+    given = runs.parse_arms(__doc__, Config, list_arms, argv)
+    if given is None:
+        return None
     arm, regime = given.get("arm", ""), given.get("regime", "")
     if arm and arm not in ARMS:
         raise UserError(f"--arm {arm} is unknown; --list_arms prints all {len(ARMS)}")
     config = Config(**{**flags_of(arm, regime), **given})
-    common.check_bounds(config)
+    runs.check_run_flags(config)
     check(config)
     if not arm:
         config = dataclasses.replace(config, arm=arm_of(config))
@@ -251,10 +237,6 @@ def arm_of(config):
 
 def check(config):
     """Refuse what cannot run, with the reason."""
-    if not config.out or not config.data:
-        raise UserError("an empty --out or --data would mean the current folder; write . for it")
-    if config.eval_tokens == 1:
-        raise UserError("--eval_tokens 1 holds no byte to score (the first token begins a document); give more, or 0 for all")
     if config.width % config.head_dim:
         raise UserError(f"--width {config.width} is no multiple of --head_dim {config.head_dim}")
     tokens = config.batch_size * config.seq_len
@@ -286,8 +268,7 @@ def list_arms(as_json=False):
         return print(json.dumps(rows))
     print(f"{'arm':82} {'regime':6} {'published':>16}  flags (published: DEV bits per byte, mean +- sd)")
     for row in rows:
-        flags = " ".join(f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v}"
-                         for k, v in row["flags"].items() if k != "regime")
+        flags = common.show_flags({k: v for k, v in row["flags"].items() if k != "regime"})
         print(f"{row['arm']:82} {row['regime']:6} {row['published_dev_bpb']:.4f} +- {row['published_sd']:.4f}  {flags or '(the defaults)'}")
 
 
@@ -327,7 +308,7 @@ def save(path, config, store, pipeline, batches, done):
 def restore(path, config, store, pipeline, batches):
     """Load a checkpoint of the same run into pipeline and batches; returns what save() was given as `done`."""
     saved = common.load_checkpoint(path, ("script", "config", "data_digest", "model", "pipeline", "batches", "step", "curve", "train_s"))
-    common.check_same_run(path, saved, "train_wm.py", science(config), store.digest, config.data)
+    runs.check_same_run(path, saved, "train_wm.py", science(config), store.digest, config.data)
     with common.reading(path):
         pipeline.model.load_state_dict(saved["model"])
         pipeline.load_state_dict(saved["pipeline"])
@@ -336,96 +317,39 @@ def restore(path, config, store, pipeline, batches):
 
 
 def train(config):
-    """Train and evaluate one run; writes checkpoint and result JSON and returns the result record.
-
-    Under torchrun every rank calls this, and rank 0 writes. A run stopped by SIGINT or SIGTERM saves its checkpoint and returns status
-    "stopped" without a result file.
-    """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    """Train and evaluate one run; writes checkpoint and result JSON and returns the result record (see runs.one_run)."""
     run = run_name(config)
-    result, checkpoint = Path(config.out) / f"{run}.json", Path(config.out) / f"{run}.ckpt"
-    with common.ranks(config.device) as (rank, world, device), common.locked(result) if rank == 0 else nullcontext():
-        if config.batch_size % world or config.streams and config.streams % world:
-            raise UserError(f"--batch_size {config.batch_size} (and --streams) must split over {world} ranks; choose a multiple")
-        finished = common.claim(config, result, checkpoint) if rank == 0 else None
-        if rank == 0:
-            open_store(config.data)
-        common.wait_for_all(world)
-        if common.agree(finished is not None, world, device):
-            return finished or {"status": "finished elsewhere"}
-        record = _train(config, run, result, checkpoint, rank, world, device)
-        if rank == 0 and record["status"] != "stopped":
-            common.write_json(result, record)
-        return record
+    return runs.one_run(config, run, lambda *where: _train(config, run, *where))
 
 
 def _train(config, run, result, checkpoint, rank, world, device):
-    store = open_store(config.data)
-    rule = dataclasses.replace(config, streams=config.streams // world)
-    pipeline = build(rule, store.vocab_size, device, rank, world)
+    if config.streams % world:
+        raise UserError(f"--streams {config.streams} does not split over {world} ranks; choose a multiple")
+    store, env = open_store(config.data), common.env_record(device)  # of the sources as loaded, not as they are when a long run ends
+    pipeline = build(dataclasses.replace(config, streams=config.streams // world), store.vocab_size, device, rank, world)
     batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
-    done = {"step": 0, "curve": [], "train_s": 0.0}
-    env = common.env_record(device)   # of the sources as they were loaded, not as they are when a long run ends
-    say = print if rank == 0 else lambda *a, **k: None
-    if config.force and not config.resume and rank == 0:  # only now: everything that a user can get wrong has been read
-        result.unlink(missing_ok=True)
-        checkpoint.unlink(missing_ok=True)
-    if config.resume and checkpoint.exists():
-        done = restore(checkpoint, config, store, pipeline, batches)
-        say(f"resuming {run} at step {done['step']}")
-    autocast = common.autocast(device, getattr(torch, config.dtype))
-    tokens, params = config.batch_size * config.seq_len * config.accum, pipeline.model.num_params()
-    active = sum(p.numel() for stage in pipeline.active.values() for p in stage.values())
-    say(f"{run}: {active:,} of {params['total']:,} parameters active, {config.steps} steps of {tokens:,} tokens on {world} x {device.type}")
-    status = "finished"
-    quiet = None if rank == 0 else True
-    with common.stop_requests() as stop, tqdm(total=config.steps, initial=done["step"], unit="step", disable=quiet) as bar:
-        for step in range(done["step"], config.steps):
-            start = time.perf_counter()
-            loss = pipeline.step(step, config.steps, next_batches(batches, config, device, rank, world), autocast)
-            sums = torch.tensor([loss, float(bool(stop))], dtype=torch.float64, device=device if world > 1 else "cpu")
-            common.all_sum([sums], world)  # ranks agree on the loss, and on stopping
-            loss, stopping = sums[0].item() / world, sums[1].item() > 0
-            done["train_s"] += time.perf_counter() - start
-            done["curve"].append([step, loss])
-            done["step"] = step + 1
-            speed = f"loss {loss:.4f}, {tokens * (step + 1) / done['train_s']:,.0f} tok/s"
-            bar.set_postfix_str(speed, refresh=False)
-            bar.update()
-            if bar.disable and (step + 1) % max(1, config.steps // 10) == 0:
-                say(f"step {step + 1}/{config.steps}  {speed}", flush=True)
-            if not loss <= DIVERGED:
-                status = "diverged"
-                break
-            last = step + 1 == config.steps
-            if last or stopping or config.save_every and (step + 1) % config.save_every == 0:
-                save(checkpoint, config, store, pipeline, batches, done)
-            if stopping and not last:
-                say(f"stopped at step {step + 1}; --resume continues {checkpoint}")
-                status = "stopped"
-                break
-    metrics = {}
-    if status == "finished":
-        with autocast:
-            metrics = evaluate_splits(pipeline.model, store, config.batch_size, config.eval_tokens, device, rank, world)
-        if not math.isfinite(metrics["val_loss"] + metrics["heldout_loss"]):  # destroyed by its last update
-            status, metrics = "diverged", {}
-    return common.result_record(
-        script="train_wm.py", run=run, arm=config.arm, status=status,
-        config={**dataclasses.asdict(config), "data_digest": store.digest, "ranks": world},
-        depth=config.depth, width=pipeline.model.cfg.n_embd, seed=config.seed, params={**params, "active": active}, steps=done["step"],
-        tokens=done["step"] * tokens, metrics=metrics, curve=done["curve"],
-        timing={"train_s": done["train_s"], "tok_per_s": tokens * done["step"] / done["train_s"],
-                "peak_mem_mib": common.peak_mem_mib(device)},
-        env=env)
+    done = runs.begin(config, run, result, checkpoint, lambda: restore(checkpoint, config, store, pipeline, batches), rank)
+    autocast, params = common.autocast(device, getattr(torch, config.dtype)), pipeline.model.num_params()
+    params["active"] = sum(p.numel() for stage in pipeline.active.values() for p in stage.values())
+    if rank == 0:
+        print(f"{run}: {params['active']:,} of {params['total']:,} parameters active, {config.steps} steps of "
+              f"{runs.tokens_per_step(config):,} tokens on {world} x {device.type}")
+
+    def one_step(step):
+        return pipeline.step(step, config.steps, next_batches(batches, config, device, rank, world), autocast)
+
+    def checkpoint_now():
+        save(checkpoint, config, store, pipeline, batches, done)
+
+    status = runs.run_steps(config, done, one_step, checkpoint_now, checkpoint, rank, world, device)
+    return runs.finish("train_wm.py", config, run, status, pipeline.model, store, done, params, autocast, rank, world, device, env)
 
 
 def main(argv=None):
     config = parse(argv)
     if config is None:
         return 0
-    return common.announce(train(config), config.out)
+    return runs.announce(train(config), config.out)
 
 
 if __name__ == "__main__":

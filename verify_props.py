@@ -68,22 +68,27 @@ def signs(n):
 
 
 def vector(rng, n):
+    """n draws of N(0, 1)."""
     return [rng.gauss(0, 1) for _ in range(n)]
 
 
 def dot(a, b):
+    """Inner product."""
     return sum(x * y for x, y in zip(a, b))
 
 
 def norm2(a):
+    """Squared Euclidean norm."""
     return dot(a, a)
 
 
 def rms(z):
+    """Root mean square."""
     return math.sqrt(norm2(z) / len(z))
 
 
 def rms_norm(z):
+    """z / rms(z)."""
     r = rms(z)
     return [v / r for v in z]
 
@@ -138,6 +143,7 @@ def predicted(a, x, group, scale):
 
 
 def proposition_1ab(rng):
+    """Separable channels: conditional mean and pair covariance, both scales."""
     one = [1.0] * 4
     for scale, key in ((1, "P1a_mean_scale1"), (2, "P1a_mean_scaleMg")):
         mean, _ = enumerated([[1.0]] * 4, [1.0], one, [[1.0]] * 4, group=2, scale=scale)
@@ -168,6 +174,7 @@ def interface_estimator(z, i, a, h, xi):
 
 
 def proposition_1c(rng):
+    """RMSNorm interface: mean and single-token variance."""
     z = [1.0, 2.0]
     x = rms_norm(z)
     mean, cov = moments([interface_estimator(z, 0, 1.0, [1.0], xi) for xi in signs(2)])
@@ -196,6 +203,7 @@ def proposition_1c(rng):
 # ---- Proposition 2 ----
 
 def proposition_2(rng, heads=2, head_dim=2, width=4, length=5):
+    """Attention filtering commutes with W_v, in exact fractions."""
     draw = lambda n: [Fraction(rng.randint(-99, 99), rng.randint(1, 9)) for _ in range(n)]
     x = [draw(width) for _ in range(length)]
     wrong = moved = 0
@@ -247,6 +255,7 @@ def unroll(keep, skip):
 
 
 def proposition_3(rng, n=6, d=3, layers=6):
+    """The diagonal skip equals the full contraction with alpha_0 I."""
     alpha, s, dx = rng.gauss(0, 1), [vector(rng, d) for _ in range(n)], [vector(rng, d) for _ in range(n)]
     off = left = 0.0
     for group in (1, 2, 3):
@@ -285,6 +294,7 @@ def ratios(z):
 
 
 def proposition_4_vectors(rng):
+    """The printed b, b_rad and P b, and P b_rad = 0."""
     z, xi = [1.0, 2.0], (1, 1)
     b, b_rad, _ = split(z, xi)
     x = rms_norm(z)
@@ -312,6 +322,7 @@ def proposition_4_vectors(rng):
 
 
 def softmax(z):
+    """Probabilities of logits z."""
     e = [math.exp(v - max(z)) for v in z]
     return [v / sum(e) for v in e]
 
@@ -370,6 +381,7 @@ def credit_shift(head, n, scales, lr, decay, beta1, step):
 
 
 def proposition_4_shift(rng):
+    """The four terms of the credit shift against post minus pre."""
     lr, decay, beta2, step = 0.004, 0.1, 0.95, 7
     off = first = fullness = radial = flat = 0.0
     spread, shares = 1.0, [0.0] * 4
@@ -449,10 +461,12 @@ def central_difference(toy, s, eps=1e-5):
 
 
 def mean_credit(samples):
+    """Mean over sign patterns of a key's credit, position by position."""
     return [moments([sample[s] for sample in samples])[0] for s in range(len(samples[0]))]
 
 
 def keys(rng):
+    """The two-token key illustration: same position against future accumulation."""
     same, future = key_credit(KEY_TOY, gamma=0), key_credit(KEY_TOY, gamma=1)
     extremes = [max((sample[0][i] for sample in same), key=abs) for i in range(2)]
     derivative = central_difference(KEY_TOY, 0)

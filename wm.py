@@ -648,7 +648,7 @@ class Pipeline:
             p.requires_grad_(rule.method == "backprop" and name in names)
         self.optimizer = make_optimizer(model, rule, rank, world)
         self.readers = make_readers(model, self.optimizer, rule)
-        self.delays = {2: 0, 1: 0} if rule.method == "lexical_only" else {2: 1, 1: 2}
+        self.delays = {2: 0, 1: 0} if rule.method in ("lexical_only", "sr_lnp", "sr_np") else {2: 1, 1: 2}
         self.packets, self.waiting, self.pinned = {}, {2: {}, 1: {}}, Pinned()
         self.norms = {name: p.norm().item() for stage in self.active.values() for name, p in stage.items()
                       if rule.spherical and (".c_q." in name or ".c_k." in name)}
@@ -753,11 +753,10 @@ class Pipeline:
             total[name] = total[name] + g if name in total else g
 
     def _install(self, step, head):
-        """Give the weights the pseudo-gradients that are due: the head its own, stage 2 those of a step ago, stage 1 those of two."""
-        same_step = self.rule.method in ("sr_lnp", "sr_np")
+        """Give the weights the pseudo-gradients that are due: the head its own, the stages those of a batch as old as their delay."""
         self.active[3]["lm_head.weight"].grad = head
         for stage in (2, 1):
-            due = self.waiting[stage].pop(step - (0 if same_step else self.delays[stage]), {})
+            due = self.waiting[stage].pop(step - self.delays[stage], {})
             for name, g in due.items():
                 (self.active[1] | self.active[2])[name].grad = g
         if self.rule.method in ("sr_lnp", "sr_np", "head_only"):

@@ -68,6 +68,8 @@ class Recipe:
     ffn_hidden: int = flag(0, "hidden width of the feed-forward layer; 0 is its own (8/3 or 4 times the width)", low=0, high=2**20)
     residual: str = flag("plain", "residual connection", choices=("plain", "highway", "highway_scalar"))
     history: bool = flag(False, "Neural History Compressor: a causal summary in mid-stack")
+    oe_m: int = flag(0, "base modulus of the OE paper's hashed n-gram tables, added to the token embedding; 0 is off", low=0, high=2**31)
+    oe_lr: float = flag(0.012, "their rate: the paper's 0.6 at an embedding of standard deviation 0.02 instead of 1", low=0, high=1e20)
     tie: bool = flag(True, "output layer shares the token embedding")
     bias: bool = flag(False, "biases in the linear layers")
     fast_weight_impl: str = flag("chunk", "form of the delta rules", choices=("chunk", "recurrent"))
@@ -202,7 +204,7 @@ def cell_of(recipe, arm):
 def model_config(cell, vocab_size):
     """GPTConfig of a Recipe; UserError for a combination that cannot be."""
     names = ("n_embd", "n_head", "n_layer", "dropout", "norm", "pos", "attn", "ffn", "residual", "ffn_hidden", "tie", "bias", "history", "moe_experts",
-             "moe_top_k", "moe_expert_hidden", "moe_router", "router_progress", "fast_weight_impl")
+             "moe_top_k", "moe_expert_hidden", "moe_router", "router_progress", "fast_weight_impl", "oe_m")
     return GPTConfig.modern(sequence_len=cell.seq_len, vocab_size=vocab_size, **{k: getattr(cell, k) for k in names})
 
 
@@ -339,12 +341,14 @@ def training_loss(model, x, y, cell, progress, trace=None):
 # ---- one cell ----
 
 def optimizers(model, cell):
-    """[torch.optim.AdamW] or, for Muon, [AdamW of what is no layer's matrix, MuonAdamW of the rest]; every parameter once, lr as initial_lr."""
-    layers, rest, heads = [], [], {-2: [], -1: []}
+    """[AdamW] or, for Muon, [AdamW of what is no layer's matrix, MuonAdamW of the rest], then hashed tables; every parameter once, lr as initial_lr."""
+    layers, rest, tables, heads = [], [], [], {-2: [], -1: []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if cell.optimizer == "adamw" or p.ndim < 2 or not name.startswith("blocks."):
+        if name.startswith("oe_tables."):
+            tables.append(p)
+        elif cell.optimizer == "adamw" or p.ndim < 2 or not name.startswith("blocks."):
             rest.append(p)
         elif cell.per_head and ".attn." in name and name.split(".")[-2] in ("c_q", "c_k", "c_v", "c_proj"):
             heads[-1 if "c_proj" in name else -2].append(p)
@@ -355,6 +359,8 @@ def optimizers(model, cell):
         shared = dict(kind="muon", lr=cell.muon_lr, momentum=MUON_MOMENTUM, normuon=False)
         groups = [dict(shared, params=layers)] + [dict(shared, params=ps, heads=cell.n_head, head_axis=axis) for axis, ps in heads.items()]
         made.append(MuonAdamW([g for g in groups if g["params"]]))
+    if tables:
+        made.append(MuonAdamW([dict(kind="oe", lr=cell.oe_lr, params=tables)]))
     for opt in made:
         for group in opt.param_groups:
             group["initial_lr"] = group["lr"]
@@ -392,17 +398,16 @@ def train_step(model, made, x, y, cell, step, progress, autocast):
     with autocast:
         loss = training_loss(model, x, y, cell, progress, trace)
     loss.backward()
-    params = [p for p in model.parameters() if p.grad is not None]
+    params = [p for p in model.parameters() if p.grad is not None and not hasattr(p, "visits")]   # tables normalise their own rows
     if cell.grad_topk < 1:
         keep_topk_([p.grad for p in params], cell.grad_topk)
     if cell.grad_clip:
         torch.nn.utils.clip_grad_norm_(params, cell.grad_clip)
     for opt in made:
         opt.step()
+        opt.zero_grad()
     if trace is not None:
         clip_logits(model, trace, cell.qk_clip_tau)
-    for p in params:
-        p.grad = None
     return loss.item()
 
 
@@ -464,7 +469,7 @@ class Cell:
 def run_name(recipe, arm, seed):
     """<arm>_i<max_iters>_seed<seed>, with the hash of the recipe flags that were given."""
     cell, plain = cell_of(recipe, arm), cell_of(Recipe(max_iters=recipe.max_iters), arm)
-    off = set() if cell.optimizer == "muon" else {"muon_lr"}
+    off = ({"muon_lr"} if cell.optimizer != "muon" else set()) | ({"oe_lr"} if not cell.oe_m else set())
     changed = {k: v for k, v in dataclasses.asdict(cell).items() if v != getattr(plain, k) and k not in off}
     name = f"{arm}_i{cell.max_iters}_seed{seed}"
     return f"{name}-{common.config_hash(changed)}" if changed else name
@@ -748,6 +753,8 @@ def check_effects(given, recipe, arms):
             raise UserError(f"--{k} {v} has no effect: every config of the sweep sets its own; leave it out")
     if "muon_lr" in given and all(cell.optimizer != "muon" for cell in cells.values()):
         raise UserError("--muon_lr has no effect: no config of the sweep uses Muon")
+    if "oe_lr" in given and not recipe.oe_m:
+        raise UserError("--oe_lr has no effect: no config of the sweep has hashed tables; add --oe_m")
     for arm, cell in cells.items():
         if cell.per_head and cell.optimizer != "muon":
             raise UserError(f"config {arm}: per_head is Muon's; add --optimizer muon")

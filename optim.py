@@ -409,6 +409,7 @@ def native_groups(roles, width, *, head_lr=0.004, embed_lr=0.6, muon_lr=0.04, re
         "resid_lambdas": dict(adamw, initial_lr=resid_lr),
         "x0_lambdas": x0, "wte_lambdas": x0, "out_lambdas": x0,
         "q_log": dict(adamw, initial_lr=q_lr),
+        "vector": dict(adamw, initial_lr=resid_lr), "wpe": dict(adamw, initial_lr=head_lr * scale),    # of ablated parts; the backbone has none
         "matrix": dict(kind="muon", initial_lr=muon_lr, initial_decay=weight_decay, equilibrate_tau=equilibrate_tau,
                        polar_dtype=torch.float32 if float32_polar and dtype == torch.bfloat16 else dtype),
         "oe": dict(kind="oe", initial_lr=oe_lr * scale, neumann_tau=table_neumann_tau),

@@ -24,7 +24,6 @@ from model import GPT, GPTConfig
 from optim import PACKAGE, PACKAGE_SCHEDULE, STEP0, MuonAdamW, first_step, native_groups, set_schedule
 
 
-
 @dataclass(frozen=True)
 class Config:
     """All flags of train_oe.py; the defaults are the OE paper's native dense recipe."""
@@ -37,6 +36,7 @@ class Config:
     wte_route: str = flag("fused", "unigram anchor in the residual stream", choices=("fused", "separate", "shared"))
     out_skip: bool = flag(False, "add the anchors once more before the final norm")
     shared_eps: float = flag(1e-6, "epsilon of the shared denominator (the paper: 1e-6 and 1.1920929e-07)")
+    residual: str = flag("plain", "residual connection (ABL 2); beside the paper's own scalars", choices=("plain", "highway", "highway_scalar"))
     data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing")
     seq_len: int = flag(2048, "tokens in a row", low=1, high=2**20)
     batch_size: int = flag(64, "rows in a micro-batch", low=1, high=2**20)
@@ -179,7 +179,8 @@ def list_arms(as_json=False):
 def model_config(config, vocab_size):
     """GPTConfig of a Config."""
     return GPTConfig.backbone(config.depth, config.head_dim, vocab_size=vocab_size, sequence_len=config.seq_len, oe_m=config.oe_m,
-                              qk_scale=config.qk_scale, wte_route=config.wte_route, out_skip=config.out_skip, shared_eps=config.shared_eps)
+                              qk_scale=config.qk_scale, wte_route=config.wte_route, out_skip=config.out_skip, shared_eps=config.shared_eps,
+                              residual=config.residual)
 
 
 def build(config, vocab_size, device, dtype, rank=0, world=1):

@@ -24,7 +24,8 @@ import stats
 from ablate import CONFIGS, REFUSED, Progress, Recipe, cell_of
 from common import UserError, derive_seed
 from data import RandomBatches, prepare
-from model import GPT
+from model import GPT, oe_ids
+from optim import warmup_multiplier
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix ten jugs of pale ink and sing".split()
@@ -262,6 +263,25 @@ def test_every_parameter_is_in_one_group(corpus):
             assert not split
         else:
             assert len(split) == 4 * cell.n_layer and all(v == (2, -1 if "c_proj" in n else -2) and ".attn." in n for n, v in split.items())
+
+
+def test_hashed_tables_beside_either_optimizer(corpus):
+    """Tables move by their own rule: visited rows only, outside the clipping of the rest, one visited-entry rms of oe_lr in all."""
+    for arm in ("modern", "muon", "highway_scalar"):
+        cell = dataclasses.replace(cell_of(Recipe(**SMALL), arm), oe_m=97, warmup=0)
+        model = GPT(ablate.model_config(cell, 300)).init_weights(0)
+        made = ablate.optimizers(model, cell)
+        assert {id(p) for o in made for g in o.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+        x = torch.arange(32).view(2, 16)
+        ablate.train_step(model, made, x, x, cell, 0, None, common.autocast(torch.device("cpu"), torch.float32))
+        lr = cell.oe_lr * warmup_multiplier(0, cell.max_iters, 0, cell.schedule)
+        for j, (table, rows) in enumerate(zip(model.oe_tables, oe_ids(x, 97, 300))):
+            moved = table.detach().abs().sum(1) > 0
+            assert moved.sum() > 1 and set(moved.nonzero().flatten().tolist()) == set(rows.flatten().tolist())
+            assert table.detach()[moved].square().mean().sqrt().item() == pytest.approx(lr, rel=1e-5)
+            assert not table.grad.any() and not table.visits.any()    # nothing is carried into the next step
+    with_tables, without = (losses(train(corpus, "modern", max_iters=24, **kw)) for kw in (dict(oe_m=97), {}))
+    assert with_tables[0] == without[0] and with_tables[-1] < with_tables[0] and with_tables[-1] != without[-1]
 
 
 def test_two_rates_are_two_knobs(corpus):
@@ -626,6 +646,7 @@ def bad_inputs(store, tmp_path):
         "too large": [*base, "--grad_topk", "1.5"],
         "--ref nobody": [*base, "--ref", "nobody"],
         "goes with --list": [*base, "--json"],
+        "add --oe_m": [*base, "--oe_lr", "0.1"],
         "unrecognized": [*base, "--max_iter", "5"],
         "config gds_ctx512": [*base, "--configs", "gds_ctx512", "--n_embd", "33"],
         "config delta": [*base, "--configs", "delta", "--n_head", "5"],

@@ -180,6 +180,13 @@ def test_training_learns_and_the_tables_move(store, tmp_path):
     assert all((t != 0).any() for k, t in final(tmp_path)["model"].items() if "oe_tables" in k)
 
 
+@pytest.mark.parametrize("residual, extra", [("highway", 2 * 2 * (128**2 + 128)), ("highway_scalar", 2 * 2 * 129)])
+def test_highway_gates_on_the_backbone(store, tmp_path, residual, extra):
+    plain, gated = (run(store, tmp_path / name, depth=2, residual=name) for name in ("plain", residual))
+    assert gated["params"]["total"] - plain["params"]["total"] == extra
+    assert gated["curve"][-1][1] < gated["curve"][0][1] and gated["run"] != plain["run"]
+
+
 def test_divergence_is_recorded(store, tmp_path):
     record = run(store, tmp_path, embed_lr=1e20, muon_lr=1e20)
     assert record["status"] == "diverged" and record["metrics"] == {} and record["steps"] < 8

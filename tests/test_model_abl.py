@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from common import UserError
 from model import (ATTN, BALANCE_COEFFICIENT, CHOICES, FFN, GPT, NORM, RESID, GPTConfig, Highway, RMSNorm, alibi_bias, alibi_slopes, norm,
                    rotary_tables)
+from optim import MuonAdamW, native_groups, set_schedule
 
 FAST = tuple(name for name in ATTN if name != "softmax")
 NOPE = dict(pos="none")
@@ -415,6 +416,22 @@ def test_causal_and_rows_are_independent(kw):
     assert (a[0, 6:] - b[0, 6:]).abs().amax(-1).min() > 1e-9                          # and what follows does depend on it
     torch.testing.assert_close(a[1:], b[1:], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(a[1:2, :7], alone, rtol=1e-10, atol=1e-12)             # nor on the rows beside it or the tokens after it
+
+
+def test_every_axis_trains_under_the_oe_recipe():
+    idx, y = tokens(2, 10), tokens(2, 10, seed=4)
+    for kw in SINGLES:
+        model = GPT(wide(n_layer=1, **kw)).init_weights(0)
+        optimizer = MuonAdamW(native_groups(model.roles(), 32))
+        losses = []
+        for step in range(4):
+            set_schedule(optimizer, step, 4, lr_scale=0.05)
+            loss = model(idx, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0], kw
 
 
 PAIRS = [(single(a, va), single(b, vb)) for a, b in itertools.combinations(AXES, 2) for va in AXES[a][1:] for vb in AXES[b][1:]]

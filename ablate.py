@@ -23,12 +23,13 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -41,7 +42,7 @@ import common
 import data
 from common import UserError, derive_seed, flag
 from data import DEFAULT_STORE, RandomBatches, evaluate_bpb, open_store, prepare
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, alibi_bias
 from optim import MuonAdamW, keep_topk_, qk_clip_, warmup_multiplier
 
 DIVERGED = 100.0         # a loss above this (nats) or NaN ends a cell
@@ -83,12 +84,12 @@ class Recipe:
     muon_lr: float = flag(0.02, "Muon's rate", low=0, high=1e20)
     per_head: bool = flag(False, "Muon head by head")
     qk_clip_tau: float = flag(0.0, "MuonClip's bound on attention logits; 0 is off", low=0, high=1e30)
-    grad_topk: float = flag(1.0, "share of every gradient that is kept (meProp)", low=1e-9, high=1)
+    grad_topk: float = flag(1.0, "share of every gradient that is kept (meProp); hashed tables keep theirs", low=1e-9, high=1)
     curiosity: float = flag(0.0, "strength of the surprise-weighted auxiliary loss; 0 is off", low=0, high=1e6)
     progress: float = flag(0.0, "strength of the learning-progress weights; 0 is off", low=-1e6, high=1e6)
     schedule: str = flag("cosine", "learning rate after the warm-up", choices=("cosine", "wsd", "linear", "trapezoid"))
     warmup: Optional[int] = flag(None, "steps of warm-up (default: a tenth of --max_iters)", low=0, high=10**9)
-    grad_clip: float = flag(1.0, "norm that gradients are clipped to; 0 is off", low=0, high=1e30)
+    grad_clip: float = flag(1.0, "norm that gradients, hashed tables aside, are clipped to; 0 is off", low=0, high=1e30)
     beta1: float = flag(0.9, "of AdamW", low=0, high=0.9999999)
     beta2: float = flag(0.999, "of AdamW", low=0, high=0.9999999)
     weight_decay: float = flag(0.01, "of AdamW", low=0, high=1e10)
@@ -102,10 +103,10 @@ class Sweep:
     data: str = flag(DEFAULT_STORE, "store of data.py, or a text, jsonl or parquet file or a folder of them")
     tokenizer: str = flag("", "tokenizer.json of data.py: encodes --data when that is text, must be its own when that is a store")
     vocab_size: Optional[int] = flag(None, "ids of the tokenizer trained on text (default: 8192)", low=260, high=2**20)
-    ref: str = flag("modern", "config that the others are compared with (the first one where it is not in the sweep)")
+    ref: str = flag("modern", "config that the others are compared with (without modern in the sweep: its first)")
     shard: str = flag("1/1", "i/n: run every n-th cell, beginning with the i-th")
     out: str = flag("results/ablate", "folder of results")
-    force: bool = flag(False, "run finished cells again and overwrite them")
+    force: bool = flag(False, "run again and overwrite what was finished before this process began")
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
 
@@ -201,6 +202,11 @@ def cell_of(recipe, arm):
     return dataclasses.replace(recipe, **CONFIGS[arm])
 
 
+def dtype_name(recipe, device):
+    """The dtype that a recipe computes in on this device: float32, bfloat16 or float64."""
+    return str(common.pick_dtype(recipe.dtype, device)).split(".")[1]
+
+
 def model_config(cell, vocab_size):
     """GPTConfig of a Recipe; UserError for a combination that cannot be."""
     names = ("n_embd", "n_head", "n_layer", "dropout", "norm", "pos", "attn", "ffn", "residual", "ffn_hidden", "tie", "bias", "history", "moe_experts",
@@ -244,6 +250,7 @@ def load_tokenizer(path):
     n = tokenizer.get_vocab_size()
     if tuple(tokenizer.id_to_token(i) for i in range(n - len(data.SPECIALS), n)) != data.SPECIALS:
         raise UserError(f"--tokenizer {path} was not written by data.py (its last ids are not {', '.join(data.SPECIALS)})")
+    tokenizer.encode_special_tokens = True   # the file does not keep it: the text "<|bos|>" is text
     return tokenizer
 
 
@@ -254,22 +261,32 @@ def encode_text(path, tokenizer_path):
     parts, token_bytes = data.split_documents(files, [], notes), data.count_token_bytes(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         data.write_tokens(Path(folder), parts(), tokenizer, token_bytes, notes["chars"])
+        np.save(Path(folder) / "token_bytes.npy", token_bytes, allow_pickle=False)   # the digest is that of a store with these files
         kept = {p.name: {"sha256": data.sha256_of(p)} for p in Path(folder).iterdir()}
         kept["tokenizer.json"] = {"sha256": data.sha256_of(tokenizer_path)}
         dtype = "<u2" if len(token_bytes) <= 65536 else "<u4"
         train, val = (np.fromfile(Path(folder) / f"{name}.bin", dtype=dtype) for name in ("train", "val"))
+    warn_of_bytes(notes["invalid_utf8"], path)
     return Corpus(train, val, token_bytes, data.digest_of(kept))
+
+
+def warn_of_bytes(documents, path):
+    """Say on stderr that some documents were no UTF-8."""
+    if documents:
+        print(f"note: invalid UTF-8 was replaced in {documents} documents of {path}", file=sys.stderr)
 
 
 def open_corpus(sweep):
     """Corpus of --data, --tokenizer and --vocab_size: an existing store, text that becomes one, or text under a given tokenizer."""
     path = Path(sweep.data)
-    is_store = sweep.data == DEFAULT_STORE or (path / "meta.json").is_file()
+    is_store = sweep.data == DEFAULT_STORE or any((path / name).exists() for name in ("meta.json", "train.bin", "token_bytes.npy"))   # even a broken one
     if not is_store and sweep.tokenizer:
         if sweep.vocab_size:
             raise UserError("--vocab_size is for a tokenizer trained on --data; --tokenizer brings its own")
         return encode_text(sweep.data, sweep.tokenizer)
     store = open_store(sweep.data if is_store else prepare([sweep.data], sweep.vocab_size or 8192))
+    if not is_store:
+        warn_of_bytes(store.meta["invalid_utf8_documents"], path)
     if sweep.vocab_size not in (None, store.vocab_size):
         raise UserError(f"--vocab_size {sweep.vocab_size}: the store {sweep.data} has {store.vocab_size} ids; leave the flag out")
     if sweep.tokenizer:
@@ -326,8 +343,8 @@ class Progress:
 def training_loss(model, x, y, cell, progress, trace=None):
     """The scalar that a step descends."""
     if not cell.curiosity and not cell.progress:
-        return model(x, y) if trace is None else model(x, y, trace=trace)
-    nats = model(x, y, reduction="none")
+        return model(x, y, trace=trace)
+    nats = model(x, y, reduction="none", trace=trace)
     loss = nats.mean()
     if cell.progress:
         loss = (progress.weights(y) * nats).mean()
@@ -343,12 +360,12 @@ def training_loss(model, x, y, cell, progress, trace=None):
 def optimizers(model, cell):
     """[AdamW] or, for Muon, [AdamW of what is no layer's matrix, MuonAdamW of the rest], then hashed tables; every parameter once, lr as initial_lr."""
     layers, rest, tables, heads = [], [], [], {-2: [], -1: []}
-    for name, p in model.named_parameters():
+    for name, role, p in model.roles():
         if not p.requires_grad:
             continue
-        if name.startswith("oe_tables."):
+        if role == "oe":
             tables.append(p)
-        elif cell.optimizer == "adamw" or p.ndim < 2 or not name.startswith("blocks."):
+        elif cell.optimizer == "adamw" or role != "matrix" or not name.startswith("blocks."):
             rest.append(p)
         elif cell.per_head and ".attn." in name and name.split(".")[-2] in ("c_q", "c_k", "c_v", "c_proj"):
             heads[-1 if "c_proj" in name else -2].append(p)
@@ -368,20 +385,24 @@ def optimizers(model, cell):
 
 
 @torch.no_grad()
-def logit_peaks(trace):
-    """Largest causal attention logit of every head [H] in every layer, from the trace of a forward pass."""
+def logit_peaks(trace, pos="rope"):
+    """Largest attention logit that every head [H] of every layer can use, before any bias of positions, from the trace of a forward pass."""
     peaks = []
     for layer in trace["layers"]:
         q, k = (layer[name].float().transpose(1, 2) for name in ("q", "k"))     # [B, H, T, D]
         z = q @ k.mT / q.size(-1) ** 0.5
-        future = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(1)
-        peaks.append(z.masked_fill_(future, -math.inf).amax(dim=(0, 2, 3)))
+        age = torch.arange(z.size(-1), device=z.device)
+        age = age[:, None] - age
+        unseen = age < 0
+        if pos == "hard_alibi":
+            unseen = unseen | alibi_bias(pos, z.size(1), age).isinf()
+        peaks.append(z.masked_fill_(unseen, -math.inf).amax(dim=(0, 2, 3)))
     return peaks
 
 
 def clip_logits(model, trace, tau):
     """MuonClip on every layer after a step, from that step's trace."""
-    for block, peak in zip(model.blocks, logit_peaks(trace)):
+    for block, peak in zip(model.blocks, logit_peaks(trace, model.cfg.pos)):
         qk_clip_(block.attn.c_q.weight, block.attn.c_k.weight, peak, tau)
         if block.attn.c_q.bias is not None:
             qk_clip_(block.attn.c_q.bias, block.attn.c_k.bias, peak, tau)
@@ -418,7 +439,7 @@ def _env(device):
 
 def train_cell(cell, arm, seed, corpus, device, run="", on_step=lambda step, loss: False):
     """Train and score one cell; returns its result record. on_step(step, loss) ends it early by returning True: status "stopped"."""
-    dtype = common.pick_dtype(cell.dtype, device)
+    dtype = getattr(torch, dtype_name(cell, device))
     model = GPT(model_config(cell, corpus.vocab_size)).init_weights(seed).to(device=device)
     model = model.double() if dtype == torch.float64 else model
     model.train()
@@ -482,22 +503,30 @@ def make_cells(recipe, arms, seeds, out):
 
 def read_shard(text):
     """(i, n) of "i/n", 1 <= i <= n."""
-    i, slash, n = text.partition("/")
-    if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
-        raise UserError(f"--shard {text} is no shard; write i/n with i from 1 to n, such as 1/4")
-    return int(i), int(n)
+    if not (found := re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)) or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--shard {text[:40]} is no shard; write i/n with i from 1 to n, such as 1/4")
+    return int(found[1]), int(found[2])
 
 
-def read_result(cell, corpus):
-    """The record of a finished cell, or None. UserError when the file is damaged or belongs to another corpus."""
+def read_result(cell, corpus, device):
+    """The record of a finished cell, or None. UserError when the file is damaged or is not this cell's."""
     if not cell.path.exists():
         return None
+    expected = {**dataclasses.asdict(cell.recipe), "dtype": dtype_name(cell.recipe, device)}
     with common.reading(cell.path, "result"):
         record = json.loads(cell.path.read_text(encoding="utf-8"))
-        same = record["config"]["data_digest"] == corpus.digest
-        record["status"], record["params"]["total"], record["metrics"].get("val_loss")
-    if not same:
-        raise UserError(f"{cell.path} was computed on another corpus or tokenizer; name another --out, or overwrite it with --force")
+        config, plain = record["config"], Recipe()
+        other = [k for k, v in expected.items() if config.get(k, getattr(plain, k)) != v]   # a flag added later had its default
+        other += [k for k, v in (("arm", cell.arm), ("seed", cell.seed)) if record[k] != v]
+        same = config["data_digest"] == corpus.digest
+        if record["status"] not in ("finished", "diverged"):
+            raise ValueError(record["status"])
+        float(record["params"]["total"]), record["timing"]["train_s"]
+        if record["status"] == "finished":
+            float(record["metrics"]["val_loss"]), float(record["metrics"]["val_bpb"] or 0)   # null: the scored tokens hold no bytes
+    if not same or other:
+        what = f"{other[0]} is not this sweep's" if same else "it was computed on another corpus or tokenizer"
+        raise UserError(f"{cell.path}: {what}; name another --out, or overwrite it with --force")
     return record
 
 
@@ -508,10 +537,10 @@ class Meter:
         self.cost = {c: self._weight(c.recipe, vocab_size) for c in cells}
         least = min(self.cost.values(), default=1)
         self.cost = {c: w / least for c, w in self.cost.items()}
-        self.cells, self.done = len(cells), 0
+        self.cells, self.done, self.ended = len(cells), 0, 0.0
         self.bar = tqdm(total=round(sum(self.cost[c] * c.recipe.max_iters for c in cells)), unit="it", disable=None,
                         bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
-        self.start, self.work = time.perf_counter(), 0.0
+        self.start = time.perf_counter()
 
     @staticmethod
     def _weight(r, vocab_size):
@@ -519,18 +548,19 @@ class Meter:
 
     def step(self, cell, step, loss):
         """One iteration of a cell is done."""
-        self.work += self.cost[cell]
-        self.bar.n = min(self.bar.total, round(self.work))
+        self.bar.n = min(self.bar.total, round(self.ended + self.cost[cell] * (step + 1)))
         self.bar.set_postfix_str(f"cell {self.done + 1}/{self.cells} {cell.arm} seed {cell.seed} step {step + 1} loss {loss:.3f}", refresh=False)
         self.bar.update(0)
 
     def finish(self, cell, record):
         """A cell is done: say how it ended and how long the rest will take."""
         self.done += 1
-        self.bar.n = min(self.bar.total, round(self.work))
+        self.bar.total -= round(self.cost[cell] * (cell.recipe.max_iters - record["steps"]))   # a diverged cell ends early
+        self.ended += self.cost[cell] * record["steps"]
+        self.bar.n = min(self.bar.total, round(self.ended))
         ended = f"val {record['metrics']['val_loss']:.4f}" if record["metrics"] else record["status"]
         spent = time.perf_counter() - self.start
-        left = spent * max(0.0, self.bar.total / max(self.work, 1e-9) - 1)
+        left = spent * max(0.0, self.bar.total / self.ended - 1)
         self.bar.write(f"[{self.done}/{self.cells}] {cell.arm} seed {cell.seed}: {ended}, {record['timing']['train_s']:.0f} s; "
                        f"about {left / 60:.0f} min left", file=sys.stdout)
         sys.stdout.flush()
@@ -548,10 +578,16 @@ def run_cells(cells, corpus, device, force, vocab_size):
     """Compute the cells that nobody has finished or is computing; returns "finished", "elsewhere" or "stopped".
 
     A cell is taken under a lock and looked for once more behind it, so that no two processes compute it; what others hold is tried
-    again after the rest.
+    again after the rest. force: results from before this call do not count.
     """
+    begun = time.time()
+
+    def ready(cell):
+        old = force and (not cell.path.exists() or cell.path.stat().st_mtime < begun)
+        return not old and read_result(cell, corpus, device) is not None
+
     with common.stop_requests() as stop:
-        pending = [c for c in cells if force or not read_result(c, corpus)]
+        pending = [c for c in cells if not ready(c)]
         meter = Meter(pending, vocab_size)
         if len(cells) > len(pending):
             print(f"{len(cells) - len(pending)} of {len(cells)} cells are already finished", flush=True)
@@ -561,10 +597,10 @@ def run_cells(cells, corpus, device, force, vocab_size):
                 with ExitStack() as stack:
                     try:
                         stack.enter_context(common.locked(cell.path))
-                    except UserError:
+                    except common.Busy:
                         busy.append(cell)
                         continue
-                    if not force and read_result(cell, corpus):
+                    if ready(cell):
                         meter.skip(cell)
                         continue
                     record = train_cell(cell.recipe, cell.arm, cell.seed, corpus, device, cell.path.stem,
@@ -594,13 +630,14 @@ def separated(a, b):
 def summarise(arms, seeds, results, ref):
     """[row] in the order of arms from {(arm, seed): record}: params, values by seed, mean, sd (n - 1), range, and the comparison with ref.
 
-    The comparison is over all seeds finished; rows of another block size than ref's are not compared.
+    delta is the mean difference over the seeds that both have finished. A diverged seed is worse than any value where ranges are
+    compared. Rows of another block size than ref's are not compared.
     """
     rows = []
     for arm in arms:
         found = {s: results[arm, s] for s in seeds if (arm, s) in results}
         values = {s: r["metrics"]["val_loss"] for s, r in found.items() if r["status"] == "finished"}
-        bpb = [r["metrics"]["val_bpb"] for r in found.values() if r["status"] == "finished"]
+        bpb = [b for r in found.values() if r["status"] == "finished" and (b := r["metrics"]["val_bpb"]) is not None]
         v, any_record = list(values.values()), next(iter(found.values()), None)
         rows.append({"arm": arm, "params": any_record and any_record["params"]["total"], "seq_len": any_record and any_record["config"]["seq_len"],
                      "per_seed": values, "diverged": sorted(s for s, r in found.items() if r["status"] == "diverged"),
@@ -609,45 +646,58 @@ def summarise(arms, seeds, results, ref):
                      "val_bpb": statistics.fmean(bpb) if bpb else None, "delta": None, "separated": None})
     base = next((r for r in rows if r["arm"] == ref), None)
     for row in rows:
-        if base and row is not base and row["per_seed"] and base["per_seed"] and row["seq_len"] == base["seq_len"]:
-            row["delta"] = row["mean"] - base["mean"]
-            row["separated"] = separated(list(row["per_seed"].values()), list(base["per_seed"].values()))
+        if base and row is not base and row["seq_len"] == base["seq_len"]:
+            ours, theirs = with_diverged(row), with_diverged(base)
+            pairs = [(ours[s], theirs[s]) for s in seeds if s in ours and s in theirs]
+            if both := [p for p in pairs if math.inf not in p]:
+                row["delta"] = statistics.fmean(a - b for a, b in both)
+                row["separated"] = separated(*map(list, zip(*pairs)))
     return rows
+
+
+def with_diverged(row):
+    """{seed: value} of a row, infinity for its diverged seeds."""
+    return {**row["per_seed"], **dict.fromkeys(row["diverged"], math.inf)}
 
 
 def warnings(rows, recipe, ref):
     """Lines about what the table does not license: unequal sizes, rate brackets whose best is at the edge, seeds without a value."""
     lines, base = [], next((r for r in rows if r["arm"] == ref), None)
     for row in rows:
-        if row["delta"] is not None and abs(row["params"] / base["params"] - 1) > CAPACITY:
+        if row["delta"] is not None and abs(row["params"] - base["params"]) > CAPACITY * base["params"]:
             lines.append(f"capacity confound: {row['arm']} has {row['params'] / base['params'] - 1:+.1%} of {ref}'s parameters")
         if row["diverged"]:
-            lines.append(f"diverged: {row['arm']}, seed {', '.join(map(str, row['diverged']))}; not in its mean")
+            lines.append(f"diverged: {row['arm']}, seed {', '.join(map(str, row['diverged']))}; not in its mean, worse than any value in its range")
         if row["missing"]:
-            lines.append(f"not finished: {row['arm']}, seed {', '.join(map(str, row['missing']))}")
+            lines.append(f"not finished: {row['arm']}, seed {', '.join(map(str, row['missing']))}; compared over the other seeds")
         if row["seq_len"] and base and base["seq_len"] and row["seq_len"] != base["seq_len"]:
             lines.append(f"not compared: {row['arm']} reads rows of {row['seq_len']} tokens, {ref} of {base['seq_len']}; use --ref")
     return lines + edges(rows, recipe)
 
 
 def edges(rows, recipe):
-    """A line for every bracket (configs equal but for one rate) whose best mean is at its lowest or highest rate."""
+    """A line for every bracket (configs equal but for one rate) whose best mean is at its lowest or highest rate.
+
+    A rate at which a seed diverged is worse than any other: it closes the bracket on its side.
+    """
     brackets = {}
     for row in rows:
-        if row["mean"] is None:
+        if not with_diverged(row):
             continue
         flags = dataclasses.asdict(cell_of(recipe, row["arm"]))
         if flags["optimizer"] == "adamw":
             flags.pop("muon_lr")
         for key in {"muon_lr", "adamw_lr"} & flags.keys():
             rest = json.dumps({k: v for k, v in flags.items() if k != key}, sort_keys=True)
-            brackets.setdefault((key, rest), {})[flags[key]] = row
+            brackets.setdefault((key, rest), []).append((flags[key], row))
     lines = []
-    for (key, _), by_rate in brackets.items():
-        best = min(by_rate, key=lambda rate: by_rate[rate]["mean"])
-        if len(by_rate) > 1 and best in (min(by_rate), max(by_rate)):
-            lines.append(f"edge of bracket: {by_rate[best]['arm']} is best at the {'lowest' if best == min(by_rate) else 'highest'} of "
-                         f"{key} {', '.join(f'{r:g}' for r in sorted(by_rate))}; extend it before reading a best")
+    for (key, _), points in brackets.items():
+        shared = set.intersection(*[set(with_diverged(row)) for _, row in points])
+        scores = [statistics.fmean(v for s, v in with_diverged(row).items() if s in shared or not shared) for _, row in points]
+        rates, (rate, row) = sorted({r for r, _ in points}), points[scores.index(min(scores))]
+        if len(rates) > 1 and rate in (rates[0], rates[-1]) and min(scores) < math.inf:
+            lines.append(f"edge of bracket: {row['arm']} is best at the {'lowest' if rate == rates[0] else 'highest'} of "
+                         f"{key} {', '.join(f'{r:g}' for r in rates)}; extend it before reading a best")
     return lines
 
 
@@ -663,34 +713,47 @@ def print_table(rows, ref):
     print("sd: n - 1; separated: the seed ranges do not overlap")
 
 
-def report(recipe, sweep, arms, seeds, corpus):
+def report(recipe, sweep, arms, seeds, corpus, device):
     """Read every finished cell of the sweep, print table and warnings, write OUT/summary/<name>.json."""
-    cells = make_cells(recipe, arms, seeds, sweep.out)
-    results = {(c.arm, c.seed): r for c in cells if (r := read_result(c, corpus))}
-    ref = sweep.ref if sweep.ref in arms else arms[0]
-    rows = summarise(arms, seeds, results, ref)
-    lines = warnings(rows, recipe, ref)
+    cells, ref = make_cells(recipe, arms, seeds, sweep.out), sweep.ref if sweep.ref in arms else arms[0]
+    identity = {"recipe": dataclasses.asdict(recipe), "arms": arms, "seeds": seeds, "data_digest": corpus.digest, "ref": ref}
+    name = f"{arms[0]}{f'+{len(arms) - 1}' if len(arms) > 1 else ''}_i{recipe.max_iters}-{common.config_hash(identity)}"
+    path = Path(sweep.out) / "summary" / f"{name}.json"
+    with waiting_lock(path):   # or a process that read before the last cell was there could write after the one that has it
+        results = {(c.arm, c.seed): r for c in cells if (r := read_result(c, corpus, device))}
+        rows = summarise(arms, seeds, results, ref)
+        lines = warnings(rows, recipe, ref)
+        common.write_json(path, {"kind": "ablate summary", **identity, "rows": rows, "warnings": lines, "cells": [c.path.name for c in cells]})
     print_table(rows, ref)
     for line in lines:
         print(f"warning: {line}")
-    identity = {"recipe": dataclasses.asdict(recipe), "arms": arms, "seeds": seeds, "data_digest": corpus.digest}
-    name = f"{arms[0]}{f'+{len(arms) - 1}' if len(arms) > 1 else ''}_i{recipe.max_iters}-{common.config_hash(identity)}"
-    path = Path(sweep.out) / "summary" / f"{name}.json"
-    common.write_json(path, {"kind": "ablate summary", **identity, "ref": ref, "rows": rows, "warnings": lines, "cells": [c.path.name for c in cells]})
     print(f"{path}")
+
+
+@contextmanager
+def waiting_lock(path):
+    """common.locked(), after waiting for whoever holds it."""
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(common.locked(path))
+                break
+            except common.Busy:
+                time.sleep(0.05)
+        yield
 
 
 # ---- command line ----
 
-def list_configs(recipe, as_json=False):
-    """Print every config: what differs from modern, its parameters (8192 ids) and the published validation loss."""
+def list_configs(recipe, vocab_size, as_json=False):
+    """Print every config: what differs from modern, its parameters and, for the log's recipe, the published validation loss."""
     rows = []
     for name, flags in CONFIGS.items():
         try:
-            params, why = count_params(cell_of(recipe, name), 8192), None
+            params, why = count_params(cell_of(recipe, name), vocab_size), None
         except UserError as err:
             params, why = None, str(err)
-        row = published(name)
+        row = published(name) if recipe == Recipe() else None   # the log's values are those of its own recipe
         rows.append({"config": name, "flags": flags, "params": params, "refused": why, "published": row and (row.get("val_loss") or row.get("range")),
                      "finding": row and row["finding"], "setting": row and row["setting"]})
     if as_json:
@@ -699,7 +762,7 @@ def list_configs(recipe, as_json=False):
     for r in rows:
         shown = "-" if r["published"] is None else "..".join(f"{v:.3f}" for v in r["published"]) if isinstance(r["published"], list) else f"{r['published']:.4f}"
         print(f"{r['config']:24} {r['params'] or 0:11,} {shown:>12} {r['finding'] or '-':>7} {r['setting'] or '-':12}  "
-              f"{common.show_flags(r['flags']) or '(the defaults)'}{'  refused' if r['refused'] else ''}")
+              f"{common.show_flags(r['flags']) or '(the defaults)'}{'  refused: ' + r['refused'] if r['refused'] else ''}")
 
 
 def parse(argv=None):
@@ -712,6 +775,7 @@ def parse(argv=None):
     parser.add_argument("--list", "--list_configs", "--list-configs", dest="list", action="store_true", help="print every config, its flags, parameters and published value")
     parser.add_argument("--json", action="store_true", help="with --list: print JSON")
     given = vars(parser.parse_args(argv))
+    asked = set(given)
     listing, as_json = given.pop("list", False), given.pop("json", False)
     arms, seeds = given.pop("configs", ["modern"]), given.pop("seeds", [0, 1, 2])
     fields = {f.name for f in dataclasses.fields(Recipe)}
@@ -722,8 +786,12 @@ def parse(argv=None):
     if as_json and not listing:
         raise UserError("--json goes with --list; results are always written as JSON")
     if listing:
-        return list_configs(recipe, as_json)
+        if useless := sorted({"configs", "seeds", *(f.name for f in dataclasses.fields(Sweep))} - {"vocab_size"} & asked):
+            raise UserError(f"--list runs nothing: leave out --{useless[0]}")
+        return list_configs(recipe, sweep.vocab_size or 8192, as_json)
     check_names(arms, seeds, sweep)
+    if "ref" in asked and sweep.ref not in arms:
+        raise UserError(f"--ref {sweep.ref} is not in the sweep; add it to --configs")
     check_effects({k: v for k, v in given.items() if k in fields}, recipe, arms)
     return recipe, sweep, arms, seeds
 
@@ -748,13 +816,14 @@ def check_names(arms, seeds, sweep):
 def check_effects(given, recipe, arms):
     """UserError for recipe flags that would change nothing, and for combinations of flags that act outside the model."""
     cells = {arm: cell_of(recipe, arm) for arm in arms}
+    uses = {"muon_lr": (lambda c: c.optimizer == "muon", "no config that takes it uses Muon"),
+            "oe_lr": (lambda c: c.oe_m, "no config of the sweep has hashed tables; add --oe_m")}
     for k, v in given.items():
-        if all(getattr(cell, k) != v for cell in cells.values()):
+        takers, (used, why) = [cell for cell in cells.values() if getattr(cell, k) == v], uses.get(k, (bool, ""))
+        if not takers:
             raise UserError(f"--{k} {v} has no effect: every config of the sweep sets its own; leave it out")
-    if "muon_lr" in given and all(cell.optimizer != "muon" for cell in cells.values()):
-        raise UserError("--muon_lr has no effect: no config of the sweep uses Muon")
-    if "oe_lr" in given and not recipe.oe_m:
-        raise UserError("--oe_lr has no effect: no config of the sweep has hashed tables; add --oe_m")
+        if not any(map(used, takers)):
+            raise UserError(f"--{k} has no effect: {why}")
     for arm, cell in cells.items():
         if cell.per_head and cell.optimizer != "muon":
             raise UserError(f"config {arm}: per_head is Muon's; add --optimizer muon")
@@ -787,6 +856,8 @@ def main(argv=None):
     if sweep.threads:
         torch.set_num_threads(sweep.threads)
     device = common.pick_device(sweep.device)
+    if recipe.dtype == dtype_name(Recipe(), device):
+        recipe = dataclasses.replace(recipe, dtype="auto")   # one name for one computation
     corpus = open_corpus(sweep)
     cells = make_cells(recipe, arms, seeds, sweep.out)
     check_cells(cells, corpus)
@@ -797,7 +868,7 @@ def main(argv=None):
     if ended == "stopped":
         print("stopped; the same command goes on with the cells that are not finished", file=sys.stderr)
         return 130
-    report(recipe, sweep, arms, seeds, corpus)
+    report(recipe, sweep, arms, seeds, corpus, device)
     return 0
 
 

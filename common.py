@@ -32,6 +32,10 @@ class UserError(Exception):
     """A mistake of the user's: the message says in one line what was wrong and what to do."""
 
 
+class Busy(UserError):
+    """Another process is writing the same file."""
+
+
 def cli(main, argv=None):
     """Run main(argv) as a command line program: a UserError or a failed file operation becomes one line and exit code 2."""
     try:
@@ -211,6 +215,9 @@ def atomic_path(path):
             os.fsync(f.fileno())
         os.chmod(tmp, 0o666 & ~_umask())
         os.replace(tmp, path)
+    except OSError as err:
+        err.filename = err.filename or str(path)   # a full disk does not say which file
+        raise
     finally:
         Path(tmp).unlink(missing_ok=True)
 
@@ -324,15 +331,17 @@ def peak_mem_mib(device):
 
 @contextmanager
 def locked(path):
-    """Hold an exclusive lock beside `path` for the block; UserError when another process holds it. Clears away its dead owners' files."""
+    """Hold an exclusive lock beside `path` for the block; Busy when another process holds it. Clears away its dead owners' files."""
     import fcntl
     lock = make_parent(path).parent / f".{Path(path).name}.lock"
     while True:
         with open(lock, "w") as f:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(f"{path} is being written by another process; wait for it, or name another --out") from None
+            except BlockingIOError:
+                raise Busy(f"{path} is being written by another process; wait for it, or name another --out") from None
+            except OSError as err:
+                raise UserError(f"{lock} cannot be locked ({err.strerror}); name an --out on a file system that has locks") from None
             if not _same_file(f, lock):  # its owner removed it between our open and our lock: another process may hold a new one
                 continue
             for left in lock.parent.glob(f".{glob.escape(Path(path).stem)}.*.tmp"):  # of a process that was killed while it wrote

@@ -172,14 +172,14 @@ def stdlib_files():
 
 
 def path_files(paths):
-    """([(path, named), ...], fingerprint): the fingerprint changes when a file is added, removed, renamed or resized."""
+    """([(path, named), ...], fingerprint): the fingerprint changes when a file is added, removed, renamed or edited."""
     files, listing = [], []
     for path in map(Path, paths):
         if not path.is_dir() and not path.is_file():
-            raise UserError(f"{path}: no such file or folder; --corpus takes stdlib, climbmix or paths")
+            raise UserError(f"{path}: no such file or folder; a corpus is stdlib, climbmix or paths of texts")
         inside = walk(path) if path.is_dir() else [path]
         files += [(p, p == path) for p in inside]
-        listing += [(os.path.relpath(p, path), p.stat().st_size) for p in inside]
+        listing += [(os.path.relpath(p, path), sha256_of(p)) for p in inside]
     return files, hashlib.sha256(json.dumps([[Path(p).name for p in paths], listing]).encode()).hexdigest()[:16]
 
 
@@ -443,7 +443,7 @@ def already_there(out, settings):
     differs = [k for k in {**there, **settings} if there.get(k) != settings.get(k)]
     if differs:
         k = differs[0]
-        raise UserError(f"{out} holds another store ({k} {there.get(k)}, asked for {settings.get(k)}); name another --out or delete it")
+        raise UserError(f"{out} holds another store ({k} {there.get(k)}, asked for {settings.get(k)}); delete it, or name another with data.py --out")
     return True
 
 
@@ -533,7 +533,7 @@ def prepare(corpus="stdlib", vocab_size=8192, shards=None, out=None, tokenizer_c
     out = Path(out) if out is not None else Path("stores") / f"{name}-{vocab_size}"
     inside = [p for p in paths if isinstance(settings["corpus"], list) and Path(p).is_dir() and out.resolve().is_relative_to(Path(p).resolve())]
     if inside:
-        raise UserError(f"{out} lies inside the corpus {inside[0]} and would become part of it; name another --out")
+        raise UserError(f"{out} lies inside the corpus {inside[0]} and would become part of it; name another with data.py --out")
     if settings["corpus"] == "climbmix":
         return prepare_climbmix(vocab_size, shards, out, tokenizer_chars)
     if already_there(out, settings):

@@ -201,7 +201,7 @@ def keep_topk_(grads, fraction):
         return
     for g in grads:
         flat = g.flatten()
-        kept = flat.abs().topk(math.ceil(fraction * len(flat)), sorted=False).indices
+        kept = flat.abs().topk(max(1, math.ceil(round(fraction * len(flat), 6))), sorted=False).indices   # 0.07 * 100 is 7.000000000000001
         g.copy_(torch.zeros_like(flat).index_copy_(0, kept, flat[kept]).view_as(g))
 
 

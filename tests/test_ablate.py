@@ -1,6 +1,7 @@
 """ablate.py on a tiny corpus: every config trains, off-switches are exact, sweeps resume and share a folder, mistakes are one line."""
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -245,9 +246,16 @@ def test_off_switches_are_exact(corpus, arm, kw):
     assert losses(on)[-1] != losses(train(corpus, plain, max_iters=24))[-1]
 
 
+@pytest.mark.parametrize("arm, kw", [("muonclip", dict(progress=0.5)), ("curiosity", dict(qk_clip_tau=1.0)), ("modern", dict(progress=0.5, qk_clip_tau=1.0)),
+                                     ("muonclip", dict(grad_topk=0.1, per_head=True, curiosity=0.5, oe_m=13)), ("meprop_10", dict(progress=0.5, curiosity=0.5))])
+def test_what_acts_outside_the_model_composes(corpus, arm, kw):
+    record = train(corpus, arm, max_iters=40, **kw)
+    assert record["status"] == "finished" and losses(record)[-1] < losses(record)[0]
+
+
 def test_every_parameter_is_in_one_group(corpus):
-    for arm in ("modern", "baseline", "muon", "muon_ph", "gdn_hw_muon", "arch2_moe", "f11_hw_moe_matched_muon"):
-        cell = cell_of(Recipe(**SMALL), arm)
+    for arm, bias in itertools.product(("modern", "baseline", "muon", "muon_ph", "gdn_hw_muon", "arch2_moe", "f11_hw_moe_matched_muon"), (False, True)):
+        cell = dataclasses.replace(cell_of(Recipe(**SMALL), arm), bias=bias)
         model = GPT(ablate.model_config(cell, 300)).init_weights(0)
         groups = [g for opt in ablate.optimizers(model, cell) for g in opt.param_groups]
         ids = [id(p) for g in groups for p in g["params"]]
@@ -255,7 +263,7 @@ def test_every_parameter_is_in_one_group(corpus):
         by_kind = {id(p): g.get("kind", "adamw") for g in groups for p in g["params"]}
         for name, p in model.named_parameters():
             if p.requires_grad:
-                is_matrix = name.startswith("blocks.") and p.ndim >= 2
+                is_matrix = name.startswith("blocks.") and p.ndim >= 2 and not name.endswith("bias")   # an expert's biases are [E, C]
                 assert by_kind[id(p)] == ("muon" if is_matrix and cell.optimizer == "muon" else "adamw"), name
         split = {n: (g["heads"], g["head_axis"]) for n, p in model.named_parameters() for g in groups
                  if g.get("heads", 1) > 1 and any(p is q for q in g["params"])}
@@ -368,6 +376,11 @@ def test_logit_peaks_are_the_largest_causal_logits():
     gen = torch.Generator().manual_seed(1)
     q, k = (torch.randn(2, 5, 3, 4, generator=gen) for _ in range(2))
     (peaks,) = ablate.logit_peaks({"layers": [{"q": q, "k": k}]})
+    (near,) = ablate.logit_peaks({"layers": [{"q": q, "k": k}]}, "hard_alibi")     # heads 1 .. H/2 see only the h latest tokens
+    for h in range(q.size(2)):
+        reach = h + 1 if h < q.size(2) // 2 else q.size(1)
+        seen = max((q[b, t, h] @ k[b, s, h]).item() / q.size(-1) ** 0.5 for b in range(q.size(0)) for t in range(q.size(1)) for s in range(t + 1) if t - s < reach)
+        assert near[h].item() == pytest.approx(seen, rel=1e-5)
     for h in range(3):
         want = max(float(q[b, t, h] @ k[b, s, h]) / 2 for b in range(2) for t in range(5) for s in range(t + 1))
         assert abs(peaks[h].item() - want) < 1e-5
@@ -520,11 +533,73 @@ def test_a_result_of_another_corpus_is_not_taken(store, tmp_path):
     path.write_text(json.dumps(record))
     with pytest.raises(UserError, match="another corpus"):
         ablate.main(argv(store, tmp_path, configs=["modern"], seeds=(0,)))
-    for text in ('{"schema": 1', "{}", "[]"):
+    record["config"]["data_digest"] = ablate.open_corpus(ablate.Sweep(data=store)).digest
+    broken = [("metrics", {}), ("metrics", {"val_loss": None, "val_bpb": 1.0}), ("metrics", {"val_loss": "low", "val_bpb": 1.0}), ("status", "stopped"),
+              ("config", []), ("params", {}), ("timing", None)]
+    for text in ('{"schema": 1', "{}", "[]", *(json.dumps({**record, k: v}) for k, v in broken)):
         path.write_text(text)
         with pytest.raises(UserError, match="damaged"):
             ablate.main(argv(store, tmp_path, configs=["modern"], seeds=(0,)))
     assert ablate.main(argv(store, tmp_path, "--force", configs=["modern"], seeds=(0,))) == 0
+
+
+@pytest.mark.parametrize("change, word", [(dict(n_embd=999), "n_embd"), (dict(dtype="bfloat16"), "dtype"), (dict(seed=77), "seed"), (dict(arm="pos"), "arm")])
+def test_a_file_is_not_trusted_by_its_name(store, tmp_path, change, word):
+    args = argv(store, tmp_path, configs=["modern"], seeds=(0,))
+    ablate.main(args)
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    for k, v in change.items():
+        (record if k in record else record["config"])[k] = v
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f"{word} is not this sweep's"):
+        ablate.main(args)
+
+
+def test_an_explicit_default_is_the_same_cell(store, tmp_path, capsys):
+    ablate.main(argv(store, tmp_path, configs=["modern"], seeds=(0,)))
+    ablate.main(argv(store, tmp_path, "--dtype", "float32", "--device", "cpu", configs=["modern"], seeds=(0,)))
+    assert "1 of 1 cells are already finished" in capsys.readouterr().out and len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_text_without_bytes_has_no_bits_per_byte(store, tmp_path, capsys):
+    """Tokens that stand for no byte: the loss counts, the bits per byte are null, and the sweep goes on."""
+    ablate.main(argv(store, tmp_path, configs=["modern"], seeds=(0,)))
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    record["metrics"]["val_bpb"] = None
+    path.write_text(json.dumps(record))
+    assert ablate.main(argv(store, tmp_path, configs=["modern"], seeds=(0,))) == 0
+    (summary,) = (tmp_path / "summary").glob("*.json")
+    assert json.loads(summary.read_text())["rows"][0]["val_bpb"] is None
+
+
+def test_force_in_two_processes_runs_a_cell_once(store, tmp_path, capsys):
+    args = argv(store, tmp_path, "--force", seeds=(0,))
+    ablate.main(args)
+    path = tmp_path / f"{ablate.run_name(Recipe(**SMALL), 'modern', 0)}.json"
+    os.utime(path, (time.time() + 3600,) * 2)      # as though another process had finished it after this one began
+    capsys.readouterr()
+    ablate.main(args)
+    assert finished(capsys.readouterr().out) == [("pos", "0")]
+
+
+def test_two_references_are_two_summaries(store, tmp_path):
+    for ref in ("modern", "pos"):
+        ablate.main(argv(store, tmp_path, "--ref", ref, seeds=(0, 1)))
+    found = [json.loads(p.read_text()) for p in (tmp_path / "summary").glob("*.json")]
+    assert sorted(s["ref"] for s in found) == ["modern", "pos"]
+
+
+def test_the_time_left_survives_a_divergence(capsys):
+    cells = [ablate.Cell("modern", s, dataclasses.replace(Recipe(), max_iters=100), Path("x")) for s in (0, 1)]
+    meter = ablate.Meter(cells, 300)
+    meter.start -= 10                                # ten seconds for the first cell's two steps
+    meter.step(cells[0], 0, 5.0)
+    meter.finish(cells[0], {"metrics": {}, "status": "diverged", "steps": 2, "timing": {"train_s": 10.0}})
+    minutes = int(re.search(r"about (\d+) min left", capsys.readouterr().out)[1])
+    assert minutes == pytest.approx(10 / 2 * 100 / 60, abs=1)
+    meter.close()
 
 
 # ---- table and warnings ----
@@ -546,8 +621,20 @@ def test_separation_is_by_seed_ranges():
     assert abs(rows["pos"]["delta"] - (10.01 / 3 - 3.1)) < 1e-12 and rows["delta"]["sd"] is None and rows["delta"]["missing"] == [1, 2]
 
 
+def test_missing_and_diverged_seeds_in_a_comparison():
+    rows, lines = table({"modern": (5.0, 5.5, 6.0), "pos": (5.05, 5.45, None)})
+    assert rows["pos"]["delta"] == pytest.approx(0, abs=1e-12) and rows["pos"]["separated"] is False
+    assert rows["pos"]["mean"] == pytest.approx(5.25) and any("pos, seed 2; compared over the other seeds" in line for line in lines)
+    results = {(arm, s): record(arm, s, v, status="finished" if v else "diverged")
+               for arm, vs in {"modern": (5.0, 5.5, 6.0), "muon": (4.0, 4.1, None), "muon_hi": (6.5, None, None)}.items() for s, v in enumerate(vs)}
+    rows = {r["arm"]: r for r in ablate.summarise(["modern", "muon", "muon_hi"], [0, 1, 2], results, "modern")}
+    assert rows["muon"]["separated"] is False and rows["muon"]["delta"] == pytest.approx(-1.2)     # one seed was lost: no clean win
+    assert rows["muon_hi"]["separated"] is True and rows["muon_hi"]["delta"] == pytest.approx(1.5)   # worse with every seed
+
+
 def test_capacity_confound_beyond_half_a_percent():
-    rows, lines = table({"modern": (3.0, 3.1, 3.2), "pos": (3.2, 3.5, 3.3), "moe": (3.2, 3.5, 3.3)}, pos=dict(params=1005), moe=dict(params=994))
+    rows, lines = table({"modern": (3.0, 3.1, 3.2), "pos": (3.2, 3.5, 3.3), "moe": (3.2, 3.5, 3.3), "alibi": (3.2, 3.5, 3.3)}, pos=dict(params=1005),
+                        moe=dict(params=994), alibi=dict(params=995))
     assert [line for line in lines if "capacity" in line] == ["capacity confound: moe has -0.6% of modern's parameters"]
 
 
@@ -558,6 +645,12 @@ def test_edge_of_bracket():
     assert line.startswith("edge of bracket: muon is best at the highest of muon_lr 0.005, 0.01, 0.02")
     (line,) = [line for line in table({**values, "modern": (1, 1, 1)})[1] if "edge" in line]
     assert line.startswith("edge of bracket: modern is best at the lowest of adamw_lr 0.0003, 0.001, 0.003")
+    failed = table({**values, "muon": (1.5, 2, 2), "muon_hi": (9, 9, 9)}, muon_hi=dict(status="diverged"))[1]
+    assert not [line for line in failed if "edge" in line]                                      # a failed rate closes the bracket
+    twins = table({"muon_lo": (2, 2, 2), "f11_muon": (3, 3, 3), "muon_vlo": (4, 4, 4)})[1]      # two names of one config
+    assert [line for line in twins if line.startswith("edge of bracket: muon_lo is best at the highest of muon_lr 0.005, 0.01")]
+    uneven = table({"muon_vlo": (2, 9, 9), "muon_lo": (1, 8, 8), "muon": (3, None, None)})[1]   # 3 is the best mean, and the worst of seed 0
+    assert not [line for line in uneven if "edge" in line]
     rows, lines = table({"muon_vlo": (3, 3, 3), "muonclip_lo": (2, 2, 2), "gdn_muon": (4, 4, 4), "modern": (5, 5, 5)})
     assert not [line for line in lines if "edge" in line]   # no two of them differ in a rate alone
 
@@ -603,6 +696,29 @@ def test_cyrillic_text_needs_no_special_case(tmp_path, monkeypatch):
     assert json.loads(again.read_text())["metrics"] == metrics
 
 
+def test_the_text_of_a_special_id_is_text(store, tmp_path):
+    """A corpus under a given tokenizer holds the ids and the digest of the store made from it."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(25):
+        (folder / f"{i}.txt").write_text(sentences(WORDS, i, 60) + "<|bos|>" * i)
+    made = prepare([str(folder)], vocab_size=280, out=tmp_path / "store")
+    a, b = ablate.open_corpus(ablate.Sweep(data=str(made))), ablate.encode_text(str(folder), str(made / "tokenizer.json"))
+    assert a.digest == b.digest and all(np.array_equal(getattr(a, k), getattr(b, k)) for k in ("train", "val", "token_bytes"))
+    assert (np.concatenate([b.train, b.val]) == 280 - len(ablate.data.SPECIALS)).sum() <= 25
+
+
+def test_another_text_of_the_same_name_and_size_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for d, word in (("a", "lamp"), ("b", "stone")):
+        Path(d).mkdir()
+        Path(d, "input.txt").write_text("\n".join(f"{word} {i} of the old house" for i in range(3000))[:40000])
+    args = [argv(f"{d}/input.txt", "out", "--vocab_size", "280", configs=["modern"], seeds=(0,)) for d in "ab"]
+    assert ablate.main(args[0]) == 0
+    with pytest.raises(UserError, match="another store"):
+        ablate.main(args[1])
+
+
 def test_tokenizer_of_the_store_is_accepted(store, tmp_path):
     same = tmp_path / "copy.json"
     shutil.copy(f"{store}/tokenizer.json", same)
@@ -623,6 +739,9 @@ def bad_inputs(store, tmp_path):
     for i in range(25):
         (short / f"{i}.txt").write_text(f"ab {i}")
     assert ids.get_vocab_size() == 300
+    nameless = shutil.copytree(store, tmp_path / "nameless")
+    (nameless / "meta.json").unlink()
+    nameless = str(nameless)
     base = ["--data", store, "--out", str(tmp_path / "out")]
     return {
         "unknown": [*base, "--configs", "modren"],
@@ -646,6 +765,11 @@ def bad_inputs(store, tmp_path):
         "too large": [*base, "--grad_topk", "1.5"],
         "--ref nobody": [*base, "--ref", "nobody"],
         "goes with --list": [*base, "--json"],
+        "--ref pos is not in the sweep": [*base, "--ref", "pos"],
+        "--list runs nothing: leave out --seeds": ["--list", "--seeds", "1"],
+        "is not a store": ["--data", nameless, "--out", str(tmp_path / "out")],
+        "no config that takes it uses Muon": [*base, "--configs", "modern", "muon_hi", "--muon_lr", "0.3"],
+        "--shard 1/999": [*base, "--shard", "1/" + "9" * 5000],
         "add --oe_m": [*base, "--oe_lr", "0.1"],
         "unrecognized": [*base, "--max_iter", "5"],
         "config gds_ctx512": [*base, "--configs", "gds_ctx512", "--n_embd", "33"],

@@ -1,4 +1,5 @@
 """common.py: one line and exit code 2 for every kind of mistake, files that appear whole or not at all."""
+import errno
 import json
 import math
 import os
@@ -128,3 +129,24 @@ def test_a_lock_taken_on_a_removed_file_is_taken_again(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="another process"), common.locked(path):
             pass
     assert not (tmp_path / ".cell.lock").exists()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    import fcntl
+
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match="cannot be locked") as told, common.locked(tmp_path / "run.json"):
+        pass
+    assert not isinstance(told.value, common.Busy)
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch, capsys):
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit) as stopped:
+        common.cli(lambda argv: common.write_json(tmp_path / "run.json", {}))
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and "run.json" in err and "No space" in err and not list(tmp_path.iterdir())

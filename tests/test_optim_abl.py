@@ -132,6 +132,13 @@ def test_keep_topk_keeps_the_largest_of_each_tensor(fraction):
     assert all(torch.equal(a, b) for a, b in zip(grads, want))
 
 
+def test_keep_topk_counts_as_written():
+    for fraction, n, kept in ((0.07, 100, 7), (0.55, 100, 55), (0.1, 101, 11), (1e-9, 50, 1)):
+        g = torch.arange(1.0, n + 1)
+        keep_topk_([g], fraction)
+        assert (g != 0).sum() == kept
+
+
 def test_keep_topk_all_is_the_identity_and_strides_do_not_matter():
     g = random(6, 5, seed=1)
     whole = g.clone()

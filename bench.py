@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import common
 from common import UserError, flag
+from fast_weights import delta_chunk, delta_recurrent
 from loss import chunked_loss, plain_loss
 from model import GPT, GPTConfig, rotary_tables, rotate
 from optim import PACKAGE, PACKAGE_SCHEDULE, MuonAdamW, native_groups, set_schedule
@@ -68,9 +69,9 @@ def interleave(sides, pairs, device, warmup=2):
 def report(bench, seconds, a, b, pairs, **more):
     """Print the table of medians and the JSON line; a / b is the headline ratio."""
     for name, s in seconds.items():
-        print(f"{name:33} {s * 1e3:10.2f} ms   {s / seconds[b]:6.3f} x {b}")
+        print(f"{name:43} {s * 1e3:10.2f} ms   {s / seconds[b]:6.3f} x {b}")
     for key, value in more.items():
-        print(f"{key:33} {value}")
+        print(f"{key:43} {value}")
     print(json.dumps({"bench": bench, "ratio": round(seconds[a] / seconds[b], 4), "a": a, "b": b, "a_median_s": seconds[a],
                       "b_median_s": seconds[b], "pairs": pairs, "torch": torch.__version__, "threads": torch.get_num_threads(), **more}))
 
@@ -317,8 +318,21 @@ def mixer_run(device, rows, tokens, **kw):
     return run
 
 
+def rule_run(device, rows, tokens, rule, per_channel, heads=6, channels=32):
+    """A function that runs forward and backward of a delta rule alone, at the shape of a modern model's layer."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v, gate = (torch.randn(rows, heads, tokens, channels, generator=gen).to(device) for _ in range(4))
+    parts = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, gate[..., 0].sigmoid(), F.logsigmoid(gate if per_channel else gate[..., 1])]
+
+    def run():
+        rule(*(z.detach().requires_grad_() for z in parts)).sum().backward()
+    return run
+
+
 def bench_delta(config, device):
-    """Gated delta rules at 512 tokens, forward and backward of the layer, without dropout: in chunks, step by step, and softmax beside them.
+    """Gated delta rules at 512 tokens, forward and backward, without dropout: in chunks, step by step, and softmax beside them.
+
+    Timed are the whole layer and, as `rule`, what differs between the two forms alone.
 
     The recurrence works on all rows at once, so that its calls cost less per row the more rows there are: measured at 1 row and at 8.
     """
@@ -329,10 +343,14 @@ def bench_delta(config, device):
         s = interleave({n: make(n) for n in (*names, "softmax")}, config.pairs, device)
         slow = interleave({n + tag: make(n, fast_weight_impl=impl) for n in names for tag, impl in ((" recurrent", "recurrent"), ("", "chunk"))},
                           few, device, warmup=1)
+        forms = {"recurrent": delta_recurrent, "chunk": delta_chunk}
+        alone = interleave({f"{n} rule, {form}": rule_run(device, rows, tokens, rule, n == "gated_delta") for n in names for form, rule in forms.items()},
+                           few, device, warmup=1)
         for n in names:
             more[f"recurrent_over_{n}_rows{rows}"] = round(slow[n + " recurrent"] / slow[n], 2)
+            more[f"recurrent_over_{n}_rule_rows{rows}"] = round(alone[f"{n} rule, recurrent"] / alone[f"{n} rule, chunk"], 2)
             more[f"{n}_over_softmax_rows{rows}"] = round(s[n] / s["softmax"], 4)
-        seconds.update({f"{n}, {rows} rows": t for n, t in {**slow, **s}.items()})
+        seconds.update({f"{n}, {rows} rows": t for n, t in {**slow, **alone, **s}.items()})
     report("delta", seconds, "gated_delta_scalar, 8 rows", "softmax, 8 rows", config.pairs, recurrent_pairs=few, tokens=tokens, **more)
 
 

@@ -218,9 +218,36 @@ def alibi_bias(pos, n_head, age):
     return torch.zeros(hard.shape, device=age.device).masked_fill_(hard, -torch.inf)
 
 
+def drop(x, p):
+    """F.dropout(x, p); on a CPU p is a multiple of 2^-16 and four elements share a 64-bit draw: torch's own draws take a sixth of a step."""
+    if x.device.type != "cpu" or not p:
+        return F.dropout(x, p)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2**63, None).view(torch.int16)[:x.numel()].view(x.shape)
+    level = round(p * 2**16)
+    return x * (bits >= level - 2**15).to(x.dtype).mul_(2**16 / (2**16 - level))
+
+
+class Dropout(nn.Dropout):
+    """drop() while training."""
+
+    def forward(self, x):
+        return drop(x, self.p) if self.training else x
+
+
 def dropout(cfg):
     """The config's dropout layer; nothing at 0."""
-    return nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
+    return Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
+
+
+def attend(q, k, v, mask, p=0.0):
+    """Softmax attention [B, H, T, D] of q, k, v [B, H, T, D]; mask None is causal; p of the weights are dropped."""
+    if not p or q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=p)
+    if mask is None:
+        mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+    z = q @ k.mT * q.size(-1) ** -0.5
+    z = z.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else z + mask
+    return drop(z.softmax(-1), p) @ v
 
 
 class Attention(nn.Module):
@@ -255,8 +282,7 @@ class Attention(nn.Module):
             q = q * self.q_gain().to(q.dtype)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
-        y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), attn_mask=mask, is_causal=mask is None,
-                                           dropout_p=self.p_drop if self.training else 0.0)
+        y = attend(*(z.transpose(1, 2) for z in (q, k, v)), mask, self.p_drop if self.training else 0.0)
         return y.transpose(1, 2), dict(q=q, k=k)
 
     def forward(self, x, ve, cos, sin, mask, trace=None):

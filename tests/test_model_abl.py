@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model as model_module
 from common import UserError
-from model import (ATTN, BALANCE_COEFFICIENT, CHOICES, FFN, GPT, NORM, RESID, GPTConfig, Highway, RMSNorm, alibi_bias, alibi_slopes, norm,
+from model import (ATTN, BALANCE_COEFFICIENT, CHOICES, FFN, GPT, NORM, RESID, GPTConfig, Highway, RMSNorm, alibi_bias, alibi_slopes, attend, drop, norm,
                    rotary_tables)
 from optim import MuonAdamW, native_groups, set_schedule
 
@@ -432,6 +433,33 @@ def test_every_axis_trains_under_the_oe_recipe():
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[-1] < losses[0], kw
+
+
+@pytest.mark.parametrize("p", [0.2, 0.5, 0.001, 0.999])
+def test_dropout_drops_and_rescales(p):
+    torch.manual_seed(3)
+    x = torch.ones(1001, 1003, dtype=torch.float64, requires_grad=True)
+    y = drop(x, p)
+    y.sum().backward()
+    kept, n = y.detach() > 0, x.numel()
+    sd = (p * (1 - p) / n) ** 0.5
+    assert abs((~kept).double().mean().item() - p) < 5 * sd + 2**-17
+    assert torch.equal(x.grad, y.detach()) and y.detach()[kept].unique().numel() == 1 and abs(y.detach().max().item() * (1 - p) - 1) < 2**-16 / (1 - p)
+    z = (kept.double() - (1 - p)).flatten() / (p * (1 - p)) ** 0.5
+    for lag in (1, 2, 3, 4, 8, 1003):                       # elements that share a draw know nothing of each other
+        assert abs((z[lag:] * z[:-lag]).mean().item()) < 5 / n**0.5
+    assert not torch.equal(drop(x, p), y) and drop(x, 0.0) is not y and torch.equal(drop(x, 0.0), x)
+
+
+@pytest.mark.parametrize("mask", ["causal", "bool", "float"])
+def test_attention_with_dropout_is_attention(mask, monkeypatch):
+    gen = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 3, 7, 5, generator=gen, dtype=torch.float64) for _ in range(3))
+    m = {"causal": None, "bool": torch.ones(7, 7, dtype=torch.bool).tril().triu(-2),
+         "float": torch.randn(3, 7, 7, generator=gen, dtype=torch.float64).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf)}[mask]
+    want = attend(q, k, v, m)
+    monkeypatch.setattr(model_module, "drop", lambda z, p: z)
+    torch.testing.assert_close(attend(q, k, v, m, 0.5), want, rtol=1e-12, atol=1e-12)
 
 
 PAIRS = [(single(a, va), single(b, vb)) for a, b in itertools.combinations(AXES, 2) for va in AXES[a][1:] for vb in AXES[b][1:]]

@@ -202,11 +202,6 @@ def cell_of(recipe, arm):
     return dataclasses.replace(recipe, **CONFIGS[arm])
 
 
-def dtype_name(recipe, device):
-    """The dtype that a recipe computes in on this device: float32, bfloat16 or float64."""
-    return str(common.pick_dtype(recipe.dtype, device)).split(".")[1]
-
-
 def model_config(cell, vocab_size):
     """GPTConfig of a Recipe; UserError for a combination that cannot be."""
     names = ("n_embd", "n_head", "n_layer", "dropout", "norm", "pos", "attn", "ffn", "residual", "ffn_hidden", "tie", "bias", "history", "moe_experts",
@@ -439,7 +434,7 @@ def _env(device):
 
 def train_cell(cell, arm, seed, corpus, device, run="", on_step=lambda step, loss: False):
     """Train and score one cell; returns its result record. on_step(step, loss) ends it early by returning True: status "stopped"."""
-    dtype = getattr(torch, dtype_name(cell, device))
+    dtype = common.pick_dtype(cell.dtype, device)
     model = GPT(model_config(cell, corpus.vocab_size)).init_weights(seed).to(device=device)
     model = model.double() if dtype == torch.float64 else model
     model.train()
@@ -512,7 +507,7 @@ def read_result(cell, corpus, device):
     """The record of a finished cell, or None. UserError when the file is damaged or is not this cell's."""
     if not cell.path.exists():
         return None
-    expected = {**dataclasses.asdict(cell.recipe), "dtype": dtype_name(cell.recipe, device)}
+    expected = {**dataclasses.asdict(cell.recipe), "dtype": common.dtype_name(cell.recipe.dtype, device)}
     with common.reading(cell.path, "result"):
         record = json.loads(cell.path.read_text(encoding="utf-8"))
         config, plain = record["config"], Recipe()
@@ -856,7 +851,7 @@ def main(argv=None):
     if sweep.threads:
         torch.set_num_threads(sweep.threads)
     device = common.pick_device(sweep.device)
-    if recipe.dtype == dtype_name(Recipe(), device):
+    if recipe.dtype == common.dtype_name("auto", device):
         recipe = dataclasses.replace(recipe, dtype="auto")   # one name for one computation
     corpus = open_corpus(sweep)
     cells = make_cells(recipe, arms, seeds, sweep.out)

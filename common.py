@@ -180,6 +180,11 @@ def pick_dtype(name, device):
     return getattr(torch, name)
 
 
+def dtype_name(name, device):
+    """The name of the dtype that pick_dtype() picks."""
+    return str(pick_dtype(name, device)).split(".")[1]
+
+
 def autocast(device, dtype):
     """The context of a run in this dtype: bfloat16 matrix work under torch.autocast, otherwise nothing."""
     import torch

@@ -40,6 +40,13 @@ def parse_arms(doc, cls, list_arms, argv=None):
     return given
 
 
+def run_name(config, flags, plain):
+    """<arm>_d<depth>_seed<seed>, with the hash of the `flags` (a dict) that differ from the arm's own, `plain`."""
+    changed = {k: v for k, v in flags.items() if v != plain.get(k)}  # only these: a flag added later leaves old names alone
+    name = f"{config.arm}_d{config.depth}_seed{config.seed}"
+    return f"{name}-{common.config_hash(changed)}" if changed else name
+
+
 def check_run_flags(config):
     """UserError for flags out of bounds, empty paths and an evaluation that scores nothing."""
     common.check_bounds(config)

@@ -118,15 +118,13 @@ def science(config):
 
 def resolved_dtype(config):
     """The name of the dtype that --dtype stands for on --device."""
-    return str(common.pick_dtype(config.dtype, common.pick_device(config.device))).split(".")[1]
+    return common.dtype_name(config.dtype, common.pick_device(config.device))
 
 
 def run_name(config):
     """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
     plain = science(dataclasses.replace(Config(), **ARMS.get(config.arm, {}), depth=config.depth, device=config.device))
-    changed = {k: v for k, v in science(config).items() if v != plain.get(k)}  # only these: a flag added later leaves old names alone
-    name = f"{config.arm}_d{config.depth}_seed{config.seed}"
-    return f"{name}-{common.config_hash(changed)}" if changed else name
+    return runs.run_name(config, science(config), plain)
 
 
 def parse(argv=None):

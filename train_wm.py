@@ -203,9 +203,7 @@ def width_of(config):
 def run_name(config):
     """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
     plain = science(Config(**flags_of(config.arm, config.regime)))
-    changed = {k: v for k, v in science(config).items() if v != plain.get(k)}
-    name = f"{config.arm}_d{config.depth}_seed{config.seed}"
-    return f"{name}-{common.config_hash(changed)}" if changed else name
+    return runs.run_name(config, science(config), plain)
 
 
 def parse(argv=None):

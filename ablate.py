@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -714,7 +714,7 @@ def report(recipe, sweep, arms, seeds, corpus, device):
     identity = {"recipe": dataclasses.asdict(recipe), "arms": arms, "seeds": seeds, "data_digest": corpus.digest, "ref": ref}
     name = f"{arms[0]}{f'+{len(arms) - 1}' if len(arms) > 1 else ''}_i{recipe.max_iters}-{common.config_hash(identity)}"
     path = Path(sweep.out) / "summary" / f"{name}.json"
-    with waiting_lock(path):   # or a process that read before the last cell was there could write after the one that has it
+    with common.locked(path, wait=True):   # or a process that read before the last cell was there could write after the one that has it
         results = {(c.arm, c.seed): r for c in cells if (r := read_result(c, corpus, device))}
         rows = summarise(arms, seeds, results, ref)
         lines = warnings(rows, recipe, ref)
@@ -723,19 +723,6 @@ def report(recipe, sweep, arms, seeds, corpus, device):
     for line in lines:
         print(f"warning: {line}")
     print(f"{path}")
-
-
-@contextmanager
-def waiting_lock(path):
-    """common.locked(), after waiting for whoever holds it."""
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(common.locked(path))
-                break
-            except common.Busy:
-                time.sleep(0.05)
-        yield
 
 
 # ---- command line ----

@@ -335,14 +335,17 @@ def peak_mem_mib(device):
 # ---- running ----
 
 @contextmanager
-def locked(path):
-    """Hold an exclusive lock beside `path` for the block; Busy when another process holds it. Clears away its dead owners' files."""
+def locked(path, wait=False):
+    """Hold an exclusive lock beside `path` for the block. Clears away its dead owners' files.
+
+    While another process holds it: Busy, or with `wait` this one waits.
+    """
     import fcntl
     lock = make_parent(path).parent / f".{Path(path).name}.lock"
     while True:
         with open(lock, "w") as f:
             try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 raise Busy(f"{path} is being written by another process; wait for it, or name another --out") from None
             except OSError as err:

@@ -493,6 +493,7 @@ def discounted(c, gamma):
 
 
 def controls(rng):
+    """The comparators' discounted rewards and draws, and the small worked rates."""
     gamma, site_draws, layers = PRINTED["snp_gamma"], 4, 6
     yield near("SR-NP discounted reward of c (0, 1.5)", discounted([0.0, 1.5], gamma)[0], PRINTED["snp_discount"],
                note="own inputs: the paper prints only 1.47")
@@ -544,6 +545,7 @@ def perplexity(run, setup):
 
 
 def label(run):
+    """How messages name a run of the ledger."""
     return f"{run['arm']} ({run['regime']})"
 
 
@@ -633,6 +635,7 @@ def ledger_counts(runs, prose):
 
 
 def ledger_checks():
+    """All checks of published/wm.json: means, perplexities, known faults, counts."""
     ledger = json.loads(LEDGER.read_text(encoding="utf-8"))
     runs = [r for r in ledger["runs"] if r["dev_bpb_per_seed"]]
     yield from ledger_means(runs)
@@ -651,6 +654,7 @@ def propositions(rng):
 
 
 def show(value):
+    """A checked value as the table prints it: six digits, tuples in brackets."""
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(map(show, value)) + ")"
     return value if isinstance(value, str) else f"{value:.6g}"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import common
 from common import UserError, derive_seed, flag
 from loss import chunked_loss
-from model import norm, rotate
+from model import attend as model_attend, norm, rotate
 from optim import MuonAdamW, homotopy, retract_spherical_
 from wm_kernels import signs, wm_credit, wm_credit_relu2, wm_reward
 
@@ -358,8 +358,7 @@ def qk_probe(packet, layer, model, which, name, rule):
 
 def attend(q, k, v, mask):
     """Causal attention output [B, T, H, D]."""
-    y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), attn_mask=mask, is_causal=mask is None)
-    return y.transpose(1, 2)
+    return model_attend(*(z.transpose(1, 2) for z in (q, k, v)), mask).transpose(1, 2)
 
 
 def attention_output(layer, window):

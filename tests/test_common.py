@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -150,3 +151,19 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch, capsys):
         common.cli(lambda argv: common.write_json(tmp_path / "run.json", {}))
     err = capsys.readouterr().err
     assert stopped.value.code == 2 and "run.json" in err and "No space" in err and not list(tmp_path.iterdir())
+
+
+def test_a_waiting_lock_comes_after_its_holder(tmp_path):
+    order, begun = [], threading.Event()
+
+    def second():
+        begun.set()
+        with common.locked(tmp_path / "a.json", wait=True):
+            order.append("second")
+    with common.locked(tmp_path / "a.json"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        begun.wait()
+        order.append("first")
+    thread.join(60)
+    assert order == ["first", "second"] and os.listdir(tmp_path) == []

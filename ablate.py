@@ -486,9 +486,8 @@ def run_name(recipe, arm, seed):
     """<arm>_i<max_iters>_seed<seed>, with the hash of the recipe flags that were given."""
     cell, plain = cell_of(recipe, arm), cell_of(Recipe(max_iters=recipe.max_iters), arm)
     off = ({"muon_lr"} if cell.optimizer != "muon" else set()) | ({"oe_lr"} if not cell.oe_m else set())
-    changed = {k: v for k, v in dataclasses.asdict(cell).items() if v != getattr(plain, k) and k not in off}
-    name = f"{arm}_i{cell.max_iters}_seed{seed}"
-    return f"{name}-{common.config_hash(changed)}" if changed else name
+    flags = {k: v for k, v in dataclasses.asdict(cell).items() if k not in off}
+    return common.run_name(f"{arm}_i{cell.max_iters}_seed{seed}", flags, dataclasses.asdict(plain))
 
 
 def make_cells(recipe, arms, seeds, out):

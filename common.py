@@ -293,6 +293,12 @@ def config_hash(config):
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def run_name(stem, flags, plain):
+    """The stem, with the hash of the `flags` (a dict) that differ from those the stem stands for, `plain`."""
+    changed = {k: v for k, v in flags.items() if v != plain.get(k)}  # only these: a flag added later leaves old names alone
+    return f"{stem}-{config_hash(changed)}" if changed else stem
+
+
 def _git(*args):
     try:
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

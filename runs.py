@@ -40,13 +40,6 @@ def parse_arms(doc, cls, list_arms, argv=None):
     return given
 
 
-def run_name(config, flags, plain):
-    """<arm>_d<depth>_seed<seed>, with the hash of the `flags` (a dict) that differ from the arm's own, `plain`."""
-    changed = {k: v for k, v in flags.items() if v != plain.get(k)}  # only these: a flag added later leaves old names alone
-    name = f"{config.arm}_d{config.depth}_seed{config.seed}"
-    return f"{name}-{common.config_hash(changed)}" if changed else name
-
-
 def check_run_flags(config):
     """UserError for flags out of bounds, empty paths and an evaluation that scores nothing."""
     common.check_bounds(config)
@@ -100,6 +93,16 @@ def check_same_run(path, saved, script, flags, data_digest, data):
         changed = [k for k in flags if old[k] != flags[k] and k != "data"]  # the digest speaks for the data
     if changed:
         raise UserError(f"{path} was trained with " + ", ".join(f"--{k} {old[k]} (now {flags[k]})" for k in changed) + "; pass the same flags")
+
+
+def restore(path, script, config, flags, store, parts):
+    """Load a checkpoint of the same run into `parts` ({its key: what has a load_state_dict()}); returns its {"step", "curve", "train_s"}."""
+    saved = common.load_checkpoint(path, ("script", "config", "data_digest", *parts, "step", "curve", "train_s"))
+    check_same_run(path, saved, script, flags, store.digest, config.data)
+    with common.reading(path):
+        for key, part in parts.items():
+            part.load_state_dict(saved[key])
+    return {k: saved[k] for k in ("step", "curve", "train_s")}
 
 
 def one_run(config, run, body):

@@ -124,7 +124,7 @@ def resolved_dtype(config):
 def run_name(config):
     """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
     plain = science(dataclasses.replace(Config(), **ARMS.get(config.arm, {}), depth=config.depth, device=config.device))
-    return runs.run_name(config, science(config), plain)
+    return common.run_name(f"{config.arm}_d{config.depth}_seed{config.seed}", science(config), plain)
 
 
 def parse(argv=None):
@@ -215,17 +215,6 @@ def save(path, config, store, model, optimizer, batches, done):
         "batches": batches.state_dict(), **done})
 
 
-def restore(path, config, store, model, optimizer, batches):
-    """Load a checkpoint of the same run into model, optimizer and batches; returns what save() was given as `done`."""
-    saved = common.load_checkpoint(path, ("script", "config", "data_digest", "model", "optimizer", "batches", "step", "curve", "train_s"))
-    runs.check_same_run(path, saved, "train_oe.py", science(config), store.digest, config.data)
-    with common.reading(path):
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        batches.load_state_dict(saved["batches"])
-    return {k: saved[k] for k in ("step", "curve", "train_s")}
-
-
 def train(config):
     """Train and evaluate one run; writes checkpoint and result JSON and returns the result record (see runs.one_run)."""
     run = run_name(config)
@@ -238,7 +227,9 @@ def _train(config, run, result, checkpoint, rank, world, device):
     store = open_store(config.data)
     model, optimizer = build(config, store.vocab_size, device, dtype, rank, world)
     batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
-    done = runs.begin(config, run, result, checkpoint, lambda: restore(checkpoint, config, store, model, optimizer, batches), rank)
+    parts = {"model": model, "optimizer": optimizer, "batches": batches}
+    done = runs.begin(config, run, result, checkpoint,
+                      lambda: runs.restore(checkpoint, "train_oe.py", config, science(config), store, parts), rank)
     if config.compile:
         model.trunk = torch.compile(model.trunk)
     autocast, params = common.autocast(device, dtype), model.num_params()

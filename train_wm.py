@@ -203,7 +203,7 @@ def width_of(config):
 def run_name(config):
     """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
     plain = science(Config(**flags_of(config.arm, config.regime)))
-    return runs.run_name(config, science(config), plain)
+    return common.run_name(f"{config.arm}_d{config.depth}_seed{config.seed}", science(config), plain)
 
 
 def parse(argv=None):
@@ -303,17 +303,6 @@ def save(path, config, store, pipeline, batches, done):
             "batches": batches.state_dict(), **done})
 
 
-def restore(path, config, store, pipeline, batches):
-    """Load a checkpoint of the same run into pipeline and batches; returns what save() was given as `done`."""
-    saved = common.load_checkpoint(path, ("script", "config", "data_digest", "model", "pipeline", "batches", "step", "curve", "train_s"))
-    runs.check_same_run(path, saved, "train_wm.py", science(config), store.digest, config.data)
-    with common.reading(path):
-        pipeline.model.load_state_dict(saved["model"])
-        pipeline.load_state_dict(saved["pipeline"])
-        batches.load_state_dict(saved["batches"])
-    return {k: saved[k] for k in ("step", "curve", "train_s")}
-
-
 def train(config):
     """Train and evaluate one run; writes checkpoint and result JSON and returns the result record (see runs.one_run)."""
     run = run_name(config)
@@ -326,7 +315,9 @@ def _train(config, run, result, checkpoint, rank, world, device):
     store, env = open_store(config.data), common.env_record(device)  # of the sources as loaded, not as they are when a long run ends
     pipeline = build(dataclasses.replace(config, streams=config.streams // world), store.vocab_size, device, rank, world)
     batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
-    done = runs.begin(config, run, result, checkpoint, lambda: restore(checkpoint, config, store, pipeline, batches), rank)
+    parts = {"model": pipeline.model, "pipeline": pipeline, "batches": batches}
+    done = runs.begin(config, run, result, checkpoint,
+                      lambda: runs.restore(checkpoint, "train_wm.py", config, science(config), store, parts), rank)
     autocast, params = common.autocast(device, getattr(torch, config.dtype)), pipeline.model.num_params()
     params["active"] = sum(p.numel() for stage in pipeline.active.values() for p in stage.values())
     if rank == 0:

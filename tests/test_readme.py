@@ -17,8 +17,8 @@ def commands():
     found = []
     for line in README.splitlines():
         line = line.split("  #")[0]
-        if re.match("    .*(python|torchrun) ", line) and (m := re.search(rf"({'|'.join(SCRIPTS)})\.py ?(.*)", line)) and not re.search(r"[$|]|\.\.\. ", m[2]):
-            found.append((m[1], shlex.split(m[2], comments=True)))
+        if (m := re.match(rf"    .*(?:python|torchrun) .*?({'|'.join(SCRIPTS)})\.py(.*)", line)) and not re.search(r"[$|]|\.\.\. ", m[2]):
+            found.append((m[1], shlex.split(m[2])))
     return found
 
 
@@ -56,3 +56,16 @@ def test_wm_tables_are_the_results():
     runs = results("wm")
     assert printed <= {pair(r) for r in runs}
     assert {pair(r) for r in runs if (r["config"]["lm_lr"], r["config"]["hidden_lr"]) == (0.008, 0.006)} <= printed
+
+
+def test_cube_table_is_the_results():
+    """Pre-install, strict post-install and their difference, for both pools, in every row."""
+    bpb = {tuple(r["config"][k] for k in ("lm_beta1", "lm_eps", "lm_pool", "clock")): r["metrics"]["val_bpb"] for r in results("cube")}
+    rows = re.findall(r"^\| (0\.[59]), (1e-[48]) \| (.*) \|$", section("Delayed WM on English prose"), re.M)
+    for beta1, eps, cells in rows:
+        want = []
+        for pool in ("entrywise", "row_iso"):
+            pre, post = (bpb[float(beta1), float(eps), pool, clock] for clock in ("stage2_pre", "strict_post"))
+            want += [f"{pre:.4f}", f"{post:.4f}", f"{post - pre:+.4f}"]
+        assert cells.split(" | ") == want
+    assert len(rows) == 4 and len(bpb) == 16

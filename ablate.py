@@ -9,7 +9,7 @@
 A cell is one config with one seed. Each finished cell is OUT/<config>_i<max_iters>_seed<seed>.json (plus 8 hex digits when a recipe flag
 was given); finished cells are skipped, so the same command resumes a sweep and any number of processes may share a folder. Weights,
 batches and dropout have streams of their own: with one seed all configs see the same batches and start alike where they have the
-same tensors. OUT/summary/ holds the table as JSON. A new config is a row of CONFIGS.
+same tensors. A config's own flags win over those of the command line. OUT/summary/ holds the table as JSON. A new config is a row of CONFIGS.
 
     what acts outside the model         finding   definition
     optimizer muon, muon_lr, adamw_lr   9, 25     Muon (no NorMuon, momentum 0.95, no decay) on the matrices of the layers, AdamW on the rest
@@ -198,7 +198,9 @@ def published(name):
 
 
 def cell_of(recipe, arm):
-    """The Recipe of a config: the flags given, then the config's own."""
+    """The Recipe of a config: the flags given, then the config's own. UserError for a row of CONFIGS with an unknown flag."""
+    if unknown := CONFIGS[arm].keys() - {f.name for f in dataclasses.fields(Recipe)}:
+        raise UserError(f"config {arm} of CONFIGS: there is no flag {', '.join(sorted(unknown))}; --help lists them")
     return dataclasses.replace(recipe, **CONFIGS[arm])
 
 
@@ -279,6 +281,8 @@ def open_corpus(sweep):
         if sweep.vocab_size:
             raise UserError("--vocab_size is for a tokenizer trained on --data; --tokenizer brings its own")
         return encode_text(sweep.data, sweep.tokenizer)
+    if sweep.data == DEFAULT_STORE and sweep.vocab_size not in (None, 8192):   # before it is prepared
+        raise UserError(f"--vocab_size {sweep.vocab_size}: the default store has 8192 ids; leave the flag out, or name text with --data")
     store = open_store(sweep.data if is_store else prepare([sweep.data], sweep.vocab_size or 8192))
     if not is_store:
         warn_of_bytes(store.meta["invalid_utf8_documents"], path)
@@ -704,7 +708,7 @@ def print_table(rows, ref):
         print(f"{r['arm']:24} {number(r['params'], ','):>11} {number(r['mean'], '.4f'):>9} {number(r['sd'], '.4f'):>7} {number(r['min'], '.4f'):>8} "
               f"{number(r['max'], '.4f'):>8} {len(r['per_seed']):2} {number(r['val_bpb'], '.4f'):>8} {number(r['delta'], '+.4f'):>12}  "
               f"{'' if r['arm'] == ref else word[r['separated']]}")
-    print("sd: n - 1; separated: the seed ranges do not overlap")
+    print("sd: n - 1; separated: the seed ranges do not overlap (the log's rule; for paired intervals: python stats.py OUT/*.json)")
 
 
 def report(recipe, sweep, arms, seeds, corpus, device):
@@ -805,7 +809,15 @@ def check_effects(given, recipe, arms):
             raise UserError(f"--{k} {v} has no effect: every config of the sweep sets its own; leave it out")
         if not any(map(used, takers)):
             raise UserError(f"--{k} has no effect: {why}")
+        if keepers := [f"{arm} ({getattr(cell, k)})" for arm, cell in cells.items() if getattr(cell, k) != v]:
+            print(f"note: --{k} {v} does not act on {', '.join(keepers)}: a config's own flags win", file=sys.stderr)
     for arm, cell in cells.items():
+        try:
+            common.check_bounds(cell)
+        except UserError as err:
+            raise UserError(f"config {arm}: {err}") from None
+        if (cell.warmup or 0) > cell.max_iters:
+            raise UserError(f"config {arm}: a warm-up of {cell.warmup} steps does not fit into --max_iters {cell.max_iters}")
         if cell.per_head and cell.optimizer != "muon":
             raise UserError(f"config {arm}: per_head is Muon's; add --optimizer muon")
         if cell.qk_clip_tau and cell.attn != "softmax":

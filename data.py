@@ -52,6 +52,7 @@ MIN_HASHED = 20                  # fewer documents than this are cut into spans 
 TOKENIZER_CHARS = 1_000_000_000  # the tokenizer is trained on at most this much of train
 CHUNK_CHARS = 1 << 18            # long documents are encoded in pieces of about this size
 BATCH_CHARS = 1 << 22            # characters handed to the encoder at a time
+MOST_REPLACED = 0.01                # share of characters that may be invalid UTF-8
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of the standard library
 
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
@@ -77,11 +78,14 @@ SAFE_CUT = re.compile(r"\n(?=\S)")
 
 def decode(raw, notes):
     """bytes -> str: invalid UTF-8 becomes U+FFFD and is counted, a byte order mark goes, line ends stay as they are."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
-        return raw.removeprefix(codecs.BOM_UTF8).decode()
+        return raw.decode()
     except UnicodeDecodeError:
+        text = raw.decode(errors="replace")
         notes["invalid_utf8"] += 1
-        return raw.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+        notes["replaced"] += text.count("\ufffd") - raw.count("\ufffd".encode())
+        return text
 
 
 def mend(text):
@@ -142,15 +146,25 @@ READERS = {".jsonl": read_jsonl, ".parquet": read_parquet}  # every other name i
 
 
 def read_documents(files, notes):
-    """Yield the documents of [(path, named by the user?), ...] as str; blank ones are skipped and counted in notes."""
+    """Yield the documents of [(path, named by the user?), ...] as str; blank ones are skipped and counted in notes.
+
+    UserError at the end when more than 1 % of the characters had to be replaced: text of another encoding would train, and would
+    score low, since a letter that became U+FFFD counts three bytes and is easily guessed.
+    """
+    chars, first = 0, None
     for path, named in files:
         if named and not path.stat().st_size:
             raise UserError(f"{path} is empty; name a file with text in it")
         for text in READERS.get(path.suffix.lower(), read_text)(path, named, notes):
+            chars += len(text or "")
+            first = first or (path if notes["replaced"] else None)
             if text is None or not text.strip():
                 notes["blank"] += 1
             else:
                 yield text
+    if notes["replaced"] > MOST_REPLACED * chars:
+        raise UserError(f"{first} is not UTF-8 ({notes['replaced'] / chars:.0%} of the corpus cannot be read as such); "
+                        "convert it, with iconv -f WINDOWS-1251 -t UTF-8 or the like")
 
 
 def walk(folder, skip=frozenset()):
@@ -443,6 +457,8 @@ def already_there(out, settings):
     differs = [k for k in {**there, **settings} if there.get(k) != settings.get(k)]
     if differs:
         k = differs[0]
+        if differs == ["fingerprint"]:
+            raise UserError(f"{out} holds the store of another text (files were edited, or others have their names); delete it, or name another with data.py --out")
         raise UserError(f"{out} holds another store ({k} {there.get(k)}, asked for {settings.get(k)}); delete it, or name another with data.py --out")
     return True
 

@@ -79,7 +79,7 @@ def contrast_table(rows, args):
                "metric": lambda r: r["metric"], "n": lambda r: str(r["n"]), "mean": lambda r: text_of(r["mean"]), "sd": lambda r: text_of(r["sd"]),
                f"{100 * (1 - args.alpha):g} % interval": interval_text, "per seed": lambda r: seeds_of(r["per_seed"]),
                "below 0": lambda r: "-" if r["improved"] is None else f"{r['improved']}/{r['n']}",
-               "ranges": lambda r: {True: "separated", False: "touching", None: "-"}[r["separated"]]}
+               "ranges": lambda r: {True: "separated", False: "overlap", None: "-"}[r["separated"]]}
     if args.power is not None:
         columns["seeds needed"] = lambda r: "-" if r.get("detectable") is None else str(r["seeds_needed"] or "> 1,000,000")
         columns["detectable"] = lambda r: text_of(r.get("detectable"))

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Optional
 
 from common import ROOT, UserError, add_flags, atomic_path, check_bounds, cli, flag, make_parser
-from records import clean, default_metrics, expand, make_cells, number, read_all, show, size, usable
+from records import clean, default_metrics, expand, make_cells, number, read_all, show, size, usable, varying
 import report
 
 PUBLISHED = ROOT / "published"
@@ -180,7 +180,7 @@ def as_list(cells, names):
         for c in inside:
             parts = re.split(r"(?<=[a-zA-Z0-9])(?=[^a-zA-Z0-9])", c.arm)
             tries = [n for n in names if c.base in names[n]] + ["".join(parts[:i]) for i in range(1, len(parts))]
-            short = [n for n in dict.fromkeys(tries) if matches(n, inside, names) == [c]]
+            short = [n for n in dict.fromkeys(tries) if n.count("[") == n.count("]") and matches(n, inside, names) == [c]]
             table.append([c.arm, ", ".join(short[:3]) or "-", " ".join(map(str, sorted(c.runs))) or "-",
                           ", ".join(dict.fromkeys(m for r in c.runs.values() for m in r.metrics) or c.printed)])
         lines += [f"{size(group)}", report.as_text(["arm", "short names", "seeds", "metrics"], table, False), ""]
@@ -373,8 +373,14 @@ def reference(cells, wanted, notes):
     if len(cells) > 1 and not exact:
         notes.append(f"reference of {size(best.group)}: {best.arm} ({'by its name' if words else 'first by name'}); choose with --ref")
     elif len(same) > 1:
-        notes.append(f"reference of {size(best.group)}: {best.arm} (most seeds of {len(same)} configs); choose with --ref")
+        notes.append(f"reference of {size(best.group)}: {best.base}, for every arm in the one of {len(same)} configs nearest its own; choose with --ref")
     return best
+
+
+def nearest(cell, refs):
+    """The cell of refs whose config differs from the cell's in the fewest keys, so that a contrast changes little besides the arm."""
+    config = lambda c: next((r.config for r in c.runs.values()), c.setting)
+    return refs[0] if len(refs) == 1 else min(refs, key=lambda r: len(varying([config(cell), config(r)])))   # ties: the first
 
 
 def planned_items(plan, cells, args, notes):
@@ -524,8 +530,10 @@ def default_items(batch, cells, groups, args, notes):
         ref = reference(inside, wanted, notes)
         if ref is None:
             notes.append(f"no arm {args.ref} in {size(group)}: no contrasts there")
-        others = [c for c in inside if ref and c is not ref]
-        items += [{"kind": "contrast", "name": f"{c.arm} - {ref.arm}", "terms": ((1, c), (-1, ref))} for c in others]
+        refs = [ref] + [c for c in inside if not args.ref and c.base == ref.base and c is not ref] if ref else []
+        for c in inside if ref else ():
+            r = ref if c.base == ref.base else nearest(c, refs)
+            items += [{"kind": "contrast", "name": f"{c.arm} - {r.arm}", "terms": ((1, c), (-1, r))}] if c is not r else []
     if args.ref and not items and not any(pick(args.ref, inside, batch.names) for inside in groups.values()):
         raise UserError(f"--ref {args.ref}: no such arm; --list shows the names")
     return items

@@ -715,7 +715,7 @@ def test_another_text_of_the_same_name_and_size_is_noticed(tmp_path, monkeypatch
         Path(d, "input.txt").write_text("\n".join(f"{word} {i} of the old house" for i in range(3000))[:40000])
     args = [argv(f"{d}/input.txt", "out", "--vocab_size", "280", configs=["modern"], seeds=(0,)) for d in "ab"]
     assert ablate.main(args[0]) == 0
-    with pytest.raises(UserError, match="another store"):
+    with pytest.raises(UserError, match="another text"):
         ablate.main(args[1])
 
 
@@ -777,6 +777,8 @@ def bad_inputs(store, tmp_path):
         "config modern": [*base, "--attn", "delta"],
         "--muon_lr has no effect": [*base, "--muon_lr", "0.01"],
         "--seq_len 64 has no effect": [*base, "--configs", "gds_ctx512", "--seq_len", "64"],
+        "the default store has 8192 ids": ["--vocab_size", "512", "--out", str(tmp_path / "out")],
+        "a warm-up of 50 steps does not fit": [*base, "--warmup", "50", "--max_iters", "3"],
         "per_head is Muon's": [*base, "--per_head"],
         "softmax attention; delta has none": [*base, "--configs", "delta", "--qk_clip_tau", "9"],
         "use a dense ffn": [*base, "--configs", "moe", "--progress", "1"],
@@ -785,6 +787,22 @@ def bad_inputs(store, tmp_path):
         "is a file or lies below one": ["--data", store, "--out", str(tmp_path / "junk.json")],
         "would mean the current folder": ["--data", store, "--out", ""],
     }
+
+
+@pytest.mark.parametrize("row, says", [(dict(fnn="relu"), "config mine of CONFIGS: there is no flag fnn"), (dict(ffn="relo"), "config mine: .*ffn.*relo"),
+                                       (dict(dropout=1.5), "config mine: .*dropout")])
+def test_a_config_with_a_mistake_is_named(store, tmp_path, monkeypatch, row, says):
+    monkeypatch.setitem(ablate.CONFIGS, "mine", row)
+    with pytest.raises(UserError, match=says):
+        ablate.main(argv(store, tmp_path / "out", configs=["mine"]))
+
+
+def test_a_flag_that_some_configs_do_not_take_is_told(capsys):
+    recipe, *_ = ablate.parse(["--configs", "modern", "highway_scalar", "--residual", "highway"])
+    assert "--residual highway does not act on highway_scalar (highway_scalar)" in capsys.readouterr().err
+    assert ablate.cell_of(recipe, "modern").residual == "highway" and ablate.cell_of(recipe, "highway_scalar").residual == "highway_scalar"
+    ablate.parse(["--configs", "modern", "highway_scalar", "--n_layer", "3"])
+    assert not capsys.readouterr().err
 
 
 def test_mistakes_are_one_line_and_leave_nothing(store, tmp_path, capsys):

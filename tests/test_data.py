@@ -169,6 +169,19 @@ def test_formats_and_odd_bytes(tmp_path):
     assert store.meta["invalid_utf8_documents"] == 1 + 1 + 2
 
 
+@pytest.mark.parametrize("encoding, text", [("cp1251", "Това е книга за деца и за стари хора. "), ("latin-1", "Le caf\xe9 de l'\xe9t\xe9 est ferm\xe9. ")])
+def test_text_of_another_encoding_is_refused(tmp_path, encoding, text):
+    """It would become a run of U+FFFD, three bytes each, and score a wonderful bpb."""
+    odd = tmp_path / "odd.txt"
+    odd.write_bytes("\n".join(f"{text}{i}" for i in range(4000)).encode(encoding))
+    with pytest.raises(UserError, match="odd.txt is not UTF-8 .*iconv"):
+        prepare([odd], 280, out=tmp_path / "s")
+    write_docs(tmp_path / "texts", 20)
+    with pytest.raises(UserError, match="odd.txt is not UTF-8"):
+        prepare([tmp_path / "texts", odd], 280, out=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
 def test_same_corpus_gives_the_same_bytes(small, tmp_path):
     store, texts = small
     again = Store(prepare([store.folder.parent / "texts"], 300, out=tmp_path / "again"))
@@ -245,7 +258,7 @@ def test_a_store_is_reused_or_refused(small, tmp_path):
     other = tmp_path / "texts"
     write_docs(other, 60, size=41)
     assert Store(prepare([other], 300, out=tmp_path / "other")).digest != store.digest
-    with pytest.raises(UserError, match="fingerprint"):
+    with pytest.raises(UserError, match="another text"):
         prepare([other], 300, out=store.folder)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")

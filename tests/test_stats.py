@@ -360,6 +360,18 @@ def test_a_reference_that_was_guessed_is_announced(results):
     assert "reference of train_oe.py d2 w128: alpha (first by name); choose with --ref" in out
 
 
+def test_an_arm_is_compared_with_the_reference_of_its_own_recipe(results):
+    """modern ran at two dropouts, the others at one each: every contrast changes the arm alone; --ref takes the one it names."""
+    for seed in (0, 1):
+        for arm, dropout, own in (("modern", 0.1, {}), ("modern", 0.2, {}), ("muon", 0.1, {"muon": 1}), ("highway", 0.2, {"residual": "highway"})):
+            results(arm, seed, 1.0 + seed / 8 + dropout, config={"dropout": dropout, "lr": 1, **own})
+    two = "modern [dropout=0.2]"
+    assert {c["name"]: c["mean"] for c in load(results.folder)["contrasts"]} == pytest.approx(
+        {f"highway - {two}": 0, "muon - modern [dropout=0.1]": 0, f"{two} - modern [dropout=0.1]": 0.1})
+    assert "modern, for every arm in the one of 2 configs nearest its own" in run(results.folder)[1]
+    assert {c["name"] for c in load(results.folder, "--ref", two)["contrasts"]} == {f"{a} - {two}" for a in ("highway", "muon", "modern [dropout=0.1]")}
+
+
 # ---- marks ----
 
 @pytest.mark.parametrize("total, marked", [(1005, False), (1006, True), (995, False), (994, True), (None, False)])
@@ -404,7 +416,7 @@ def test_separated_and_sign_count(results):
     assert got["below - modern"]["separated"] is True and got["touch - modern"]["separated"] is False
     assert got["below - modern"]["improved"] == 3 and got["touch - modern"]["improved"] == 2
     code, out, _ = run(results.folder)
-    assert "3/3" in out and "2/3" in out and "separated" in out and "touching" in out
+    assert "3/3" in out and "2/3" in out and "separated" in out and "overlap" in out
 
 
 # ---- files ----

@@ -535,7 +535,8 @@ class Meter:
         self.cost = {c: self._weight(c.recipe, vocab_size) for c in cells}
         least = min(self.cost.values(), default=1)
         self.cost = {c: w / least for c, w in self.cost.items()}
-        self.cells, self.done, self.ended = len(cells), 0, 0.0
+        self.cells, self.done, self.known = len(cells), 0, set()   # known: how they ended has been taken into account
+        self.ended, self.elsewhere = 0.0, 0.0                      # iterations computed here, and by other processes meanwhile
         self.bar = tqdm(total=round(sum(self.cost[c] * c.recipe.max_iters for c in cells)), unit="it", disable=None,
                         bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
         self.start = time.perf_counter()
@@ -553,20 +554,24 @@ class Meter:
     def finish(self, cell, record):
         """A cell is done: say how it ended and how long the rest will take."""
         self.done += 1
+        self.known.add(cell)
         self.bar.total -= round(self.cost[cell] * (cell.recipe.max_iters - record["steps"]))   # a diverged cell ends early
         self.ended += self.cost[cell] * record["steps"]
         self.bar.n = min(self.bar.total, round(self.ended))
         ended = f"val {record['metrics']['val_loss']:.4f}" if record["metrics"] else record["status"]
         spent = time.perf_counter() - self.start
-        left = spent * max(0.0, self.bar.total / self.ended - 1)
+        left = spent * max(0.0, self.bar.total - self.ended) / (self.ended + self.elsewhere)
         self.bar.write(f"[{self.done}/{self.cells}] {cell.arm} seed {cell.seed}: {ended}, {record['timing']['train_s']:.0f} s; "
                        f"about {left / 60:.0f} min left", file=sys.stdout)
         sys.stdout.flush()
 
     def skip(self, cell):
-        """Another process has this cell."""
-        self.bar.total -= round(self.cost[cell] * cell.recipe.max_iters)
-        self.cells -= 1
+        """Another process has computed this cell."""
+        if cell not in self.known:
+            self.known.add(cell)
+            self.bar.total -= round(self.cost[cell] * cell.recipe.max_iters)
+            self.elsewhere += self.cost[cell] * cell.recipe.max_iters
+            self.cells -= 1
 
     def close(self):
         self.bar.close()
@@ -605,6 +610,9 @@ def run_cells(cells, corpus, device, force, vocab_size):
                                         lambda step, loss: meter.step(cell, step, loss) or bool(stop))
                     if record["status"] != "stopped":
                         common.write_json(cell.path, record)
+                        for other in pending:
+                            if other is not cell and other not in meter.known and ready(other):
+                                meter.skip(other)
                         meter.finish(cell, record)
                 if stop:
                     meter.close()

@@ -602,6 +602,18 @@ def test_the_time_left_survives_a_divergence(capsys):
     meter.close()
 
 
+def test_the_time_left_counts_what_other_processes_do(capsys):
+    """Four equal cells, ten minutes in: one computed here, one elsewhere: two are left for two processes, ten minutes more."""
+    cells = [ablate.Cell("modern", s, dataclasses.replace(Recipe(), max_iters=100), Path("x")) for s in range(4)]
+    meter = ablate.Meter(cells, 300)
+    meter.start -= 600
+    meter.skip(cells[1])
+    meter.skip(cells[1])
+    meter.finish(cells[0], {"metrics": {"val_loss": 5.0}, "status": "finished", "steps": 100, "timing": {"train_s": 600.0}})
+    assert "[1/3]" in (out := capsys.readouterr().out) and "about 10 min left" in out
+    meter.close()
+
+
 # ---- table and warnings ----
 
 def record(arm, seed, loss, params=1000, seq_len=128, status="finished"):

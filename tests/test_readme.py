@@ -58,6 +58,19 @@ def test_wm_tables_are_the_results():
     assert {pair(r) for r in runs if (r["config"]["lm_lr"], r["config"]["hidden_lr"]) == (0.008, 0.006)} <= printed
 
 
+def test_ablation_table_is_the_results():
+    """Parameters, the seeds' validation losses and the mean paired difference from modern, of every config that ran."""
+    runs = {(r["arm"], r["seed"]): r for r in results("ablate")}
+    assert f"{runs.pop(('untied', 0))['metrics']['val_loss']:.4f}" in section("Ablations at 300 iterations")   # one seed, to explain another
+    loss = {k: r["metrics"]["val_loss"] for k, r in runs.items()}
+    rows = re.findall(r"^\| (\w+) \| ([\d,]{9}) \| (5\.\d{4}|4\.\d{4}) \| (\d\.\d{4}) \| (\d\.\d{4}) \| \d\.\d{4} \| ([-+]\d\.\d{4})?", section("Ablations at 300 iterations"), re.M)
+    want = []
+    for arm in dict.fromkeys(a for a, _ in runs):
+        delta = sum(loss[arm, s] - loss["modern", s] for s in range(3)) / 3
+        want.append((arm, f"{runs[arm, 0]['params']['total']:,}", *(f"{loss[arm, s]:.4f}" for s in range(3)), f"{delta:+.4f}" if arm != "modern" else ""))
+    assert sorted(rows) == sorted(want) and len(runs) == 27
+
+
 def test_cube_table_is_the_results():
     """Pre-install, strict post-install and their difference, for both pools, in every row."""
     bpb = {tuple(r["config"][k] for k in ("lm_beta1", "lm_eps", "lm_pool", "clock")): r["metrics"]["val_bpb"] for r in results("cube")}

@@ -44,8 +44,8 @@ from common import UserError, derive_seed, flag
 from data import DEFAULT_STORE, RandomBatches, evaluate_bpb, open_store, prepare
 from model import GPT, GPTConfig, alibi_bias
 from optim import MuonAdamW, keep_topk_, qk_clip_, warmup_multiplier
+from runs import DIVERGED
 
-DIVERGED = 100.0         # a loss above this (nats) or NaN ends a cell
 CAPACITY = 0.005         # two arms whose parameters differ by more than this share do not compare mechanisms alone
 CURVE_POINTS = 200
 MUON_MOMENTUM = 0.95
@@ -281,13 +281,11 @@ def open_corpus(sweep):
         if sweep.vocab_size:
             raise UserError("--vocab_size is for a tokenizer trained on --data; --tokenizer brings its own")
         return encode_text(sweep.data, sweep.tokenizer)
-    if sweep.data == DEFAULT_STORE and sweep.vocab_size not in (None, 8192):   # before it is prepared
-        raise UserError(f"--vocab_size {sweep.vocab_size}: the default store has 8192 ids; leave the flag out, or name text with --data")
+    if is_store and sweep.vocab_size:
+        raise UserError(f"--vocab_size is for a tokenizer trained on text; the store {sweep.data} has its own: leave the flag out, or name text with --data")
     store = open_store(sweep.data if is_store else prepare([sweep.data], sweep.vocab_size or 8192))
     if not is_store:
         warn_of_bytes(store.meta["invalid_utf8_documents"], path)
-    if sweep.vocab_size not in (None, store.vocab_size):
-        raise UserError(f"--vocab_size {sweep.vocab_size}: the store {sweep.data} has {store.vocab_size} ids; leave the flag out")
     if sweep.tokenizer:
         load_tokenizer(sweep.tokenizer)
         if data.sha256_of(sweep.tokenizer) != store.meta["files"]["tokenizer.json"]["sha256"]:

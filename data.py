@@ -151,19 +151,19 @@ def read_documents(files, notes):
     UserError at the end when more than 1 % of the characters had to be replaced: text of another encoding would train, and would
     score low, since a letter that became U+FFFD counts three bytes and is easily guessed.
     """
-    chars, first = 0, None
+    chars, first, before = 0, None, notes["replaced"]   # before: of other files that share these notes
     for path, named in files:
         if named and not path.stat().st_size:
             raise UserError(f"{path} is empty; name a file with text in it")
         for text in READERS.get(path.suffix.lower(), read_text)(path, named, notes):
             chars += len(text or "")
-            first = first or (path if notes["replaced"] else None)
+            first = first or (path if notes["replaced"] > before else None)
             if text is None or not text.strip():
                 notes["blank"] += 1
             else:
                 yield text
-    if notes["replaced"] > MOST_REPLACED * chars:
-        raise UserError(f"{first} is not UTF-8 ({notes['replaced'] / chars:.0%} of the corpus cannot be read as such); "
+    if (replaced := notes["replaced"] - before) > MOST_REPLACED * chars:
+        raise UserError(f"{first} is not UTF-8 ({replaced / chars:.0%} of the corpus cannot be read as such); "
                         "convert it, with iconv -f WINDOWS-1251 -t UTF-8 or the like")
 
 

@@ -380,7 +380,7 @@ def reference(cells, wanted, notes):
 def nearest(cell, refs):
     """The cell of refs whose config differs from the cell's in the fewest keys, so that a contrast changes little besides the arm."""
     config = lambda c: next((r.config for r in c.runs.values()), c.setting)
-    return refs[0] if len(refs) == 1 else min(refs, key=lambda r: len(varying([config(cell), config(r)])))   # ties: the first
+    return min(refs, key=lambda r: len(varying([config(cell), config(r)])))   # ties: the first
 
 
 def planned_items(plan, cells, args, notes):
@@ -530,10 +530,10 @@ def default_items(batch, cells, groups, args, notes):
         ref = reference(inside, wanted, notes)
         if ref is None:
             notes.append(f"no arm {args.ref} in {size(group)}: no contrasts there")
-        refs = [ref] + [c for c in inside if not args.ref and c.base == ref.base and c is not ref] if ref else []
-        for c in inside if ref else ():
-            r = ref if c.base == ref.base else nearest(c, refs)
-            items += [{"kind": "contrast", "name": f"{c.arm} - {r.arm}", "terms": ((1, c), (-1, r))}] if c is not r else []
+            continue
+        refs = [ref] if args.ref else [ref] + [c for c in inside if c.base == ref.base and c is not ref]
+        pairs = [(c, ref if c.base == ref.base else nearest(c, refs)) for c in inside if c is not ref]
+        items += [{"kind": "contrast", "name": f"{c.arm} - {r.arm}", "terms": ((1, c), (-1, r))} for c, r in pairs]
     if args.ref and not items and not any(pick(args.ref, inside, batch.names) for inside in groups.values()):
         raise UserError(f"--ref {args.ref}: no such arm; --list shows the names")
     return items

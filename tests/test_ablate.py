@@ -789,7 +789,7 @@ def bad_inputs(store, tmp_path):
         "config modern": [*base, "--attn", "delta"],
         "--muon_lr has no effect": [*base, "--muon_lr", "0.01"],
         "--seq_len 64 has no effect": [*base, "--configs", "gds_ctx512", "--seq_len", "64"],
-        "the default store has 8192 ids": ["--vocab_size", "512", "--out", str(tmp_path / "out")],
+        "the store stores/stdlib-8192 has its own": ["--vocab_size", "512", "--out", str(tmp_path / "out")],
         "a warm-up of 50 steps does not fit": [*base, "--warmup", "50", "--max_iters", "3"],
         "per_head is Muon's": [*base, "--per_head"],
         "softmax attention; delta has none": [*base, "--configs", "delta", "--qk_clip_tau", "9"],

@@ -182,6 +182,16 @@ def test_text_of_another_encoding_is_refused(tmp_path, encoding, text):
     assert not (tmp_path / "s").exists()
 
 
+def test_replaced_characters_are_counted_for_the_files_they_are_in(tmp_path):
+    """The pinned shard and the training files share their notes: what one had replaced is no fault of the other."""
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " + b"x" * 1000)
+    (tmp_path / "b.txt").write_text("short")
+    notes = Counter()
+    for name in "ab":
+        assert len(list(data.read_documents([(tmp_path / f"{name}.txt", True)], notes))) == 1
+    assert notes["replaced"] == 1
+
+
 def test_same_corpus_gives_the_same_bytes(small, tmp_path):
     store, texts = small
     again = Store(prepare([store.folder.parent / "texts"], 300, out=tmp_path / "again"))

@@ -1,60 +1,73 @@
-"""One-axis-at-a-time ablations of a 3.3M-parameter GPT over seeds: architecture, optimizer, loss, schedule.
+"""One-axis-at-a-time ablations of a 3.3M-parameter GPT over seeds.
 
     python ablate.py --configs modern baseline highway_scalar --seeds 0 1 2 --max_iters 300
-    python ablate.py --data FILE --tokenizer FILE --configs modern muon_vlo --seeds 0 1 2     the log's recipe, 2000 iterations
-    python ablate.py --configs muon_vlo muon_ph_vlo --n_embd 384 --n_layer 6 --n_head 3 ...   another size (finding 15)
-    python ablate.py --configs ... --shard 3/8                                                every 8th cell, for a job array
-    python ablate.py --list                                                                   every config and its published value
+    python ablate.py --data FILE --tokenizer FILE --configs modern muon_vlo    the log's recipe
+    python ablate.py --configs muon_vlo muon_ph_vlo --n_embd 384 --n_layer 6 --n_head 3
+    python ablate.py --configs ... --shard 3/8        every 8th cell, for a job array
+    python ablate.py --list                           every config and its published value
 
-A cell is one config with one seed. Each finished cell is OUT/<config>_i<max_iters>_seed<seed>.json (plus 8 hex digits when a recipe flag
-was given); finished cells are skipped, so the same command resumes a sweep and any number of processes may share a folder. Weights,
-batches and dropout have streams of their own: with one seed all configs see the same batches and start alike where they have the
-same tensors. A config's own flags win over those of the command line. OUT/summary/ holds the table as JSON. A new config is a row of CONFIGS.
+A cell is one config with one seed. Each finished cell is OUT/<config>_i<max_iters>_seed<seed>.json;
+a corpus of one's own and recipe flags that were given stand before the seed. Finished cells are
+skipped and an unfinished one goes on from its checkpoint, so the same command resumes a sweep, and
+any number of processes may share a folder. Weights, batches and dropout have streams of their own:
+with one seed all configs see the same batches and start alike where they have the same tensors. A
+config's own flags win over those of the command line. OUT/summary/ holds the table as JSON. A new
+config is a row of CONFIGS.
 
     what acts outside the model         finding   definition
-    optimizer muon, muon_lr, adamw_lr   9, 25     Muon (no NorMuon, momentum 0.95, no decay) on the matrices of the layers, AdamW on the rest
-    per_head                            13        Muon orthogonalises q, k, v rows and proj columns head by head
-    qk_clip_tau                         14        after a step, heads whose largest logit of that step's batch exceeds tau are scaled down to it
-    grad_topk                           8         only this share of every gradient's entries survives, before clipping
-    curiosity c                         3         mean nats + c * mean(nats * surprise), surprise = nats / their mean, detached
+    optimizer muon, muon_lr, adamw_lr   9, 25     Muon (no NorMuon, momentum 0.95, no decay) on the
+                                                  matrices of the layers, AdamW on the rest
+    per_head                            13        Muon orthogonalises q, k, v rows and proj columns
+                                                  head by head
+    qk_clip_tau                         14        after a step, heads whose largest logit of that
+                                                  step's batch exceeds tau are scaled down to it
+    grad_topk                           8         only this share of every gradient's entries
+                                                  survives, before clipping
+    curiosity c                         3         mean nats + c * mean(nats * surprise), where
+                                                  surprise = nats / their mean, detached
     progress s                          4         mean(w * nats), see Progress
 """
 import dataclasses
 import functools
 import json
 import math
+import os
 import re
-import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 import common
-import data
+import runs
+import stats
+from batches import DEFAULT_STORE, RandomBatches, evaluate_bpb, fixed_windows
 from common import UserError, derive_seed, flag
-from data import DEFAULT_STORE, RandomBatches, evaluate_bpb, open_store, prepare
-from model import GPT, GPTConfig, alibi_bias
-from optim import MuonAdamW, keep_topk_, qk_clip_, warmup_multiplier
-from runs import DIVERGED
+from data import open_corpus
+from loss import update_averages_
+from model import (ATTN, FAST_WEIGHT_IMPL, FFN, GPT, MOE_HIDDEN, MOE_ROUTER, NORM, POS, RESID,
+                   GPTConfig, alibi_bias)
+from optim import SCHEDULES, MuonAdamW, keep_topk_, qk_clip_, warmup_multiplier
+from report import as_text
 
-CAPACITY = 0.005         # two arms whose parameters differ by more than this share do not compare mechanisms alone
-CURVE_POINTS = 200
+CURVE_POINTS = 200      # of a record's loss curve; a sweep has many cells
 MUON_MOMENTUM = 0.95
-FAST, SLOW, SIGHTINGS = 0.9, 0.99, 16   # finding 4: decays of the two averages, batches before an id counts
+SIGHTINGS = 16          # batches before an id's loss averages count (finding 4)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that shapes one cell besides its seed and corpus. The defaults are the log's `modern`."""
+class Config:
+    """Everything that shapes one cell; the defaults are the log's `modern`."""
+    # --configs and --seeds set these two; a cell always goes on from its checkpoint
+    arm: str = "modern"
+    seed: int = 0
+    resume: bool = True
     max_iters: int = flag(2000, "optimizer steps; warm-up and schedule scale with them", low=1, high=10**9)
     batch_size: int = flag(32, "rows in a batch", low=1, high=2**20)
     seq_len: int = flag(128, "tokens in a row (the log's block size)", low=1, high=2**20)
@@ -62,59 +75,78 @@ class Recipe:
     n_head: int = flag(6, "attention heads", low=1, high=2**12)
     n_layer: int = flag(4, "layers", low=1, high=1000)
     dropout: float = flag(0.2, "dropout while training", low=0, high=0.999)
-    norm: str = flag("rms_affine", "normalisation", choices=("rms", "rms_affine", "layer"))
-    pos: str = flag("rope", "positions", choices=("rope", "learned", "none", "alibi", "hard_alibi"))
-    attn: str = flag("softmax", "mixer of the tokens", choices=("softmax", "linear", "delta", "gated_delta", "gated_delta_scalar"))
-    ffn: str = flag("swiglu", "feed-forward layer", choices=("swiglu", "relu", "relu2", "moe"))
-    ffn_hidden: int = flag(0, "hidden width of the feed-forward layer; 0 is its own (8/3 or 4 times the width)", low=0, high=2**20)
-    residual: str = flag("plain", "residual connection", choices=("plain", "highway", "highway_scalar"))
+    norm: str = flag("rms_affine", "normalisation", choices=tuple(NORM))
+    pos: str = flag("rope", "positions", choices=POS)
+    attn: str = flag("softmax", "mixer of the tokens", choices=tuple(ATTN))
+    ffn: str = flag("swiglu", "feed-forward layer", choices=tuple(FFN))
+    ffn_hidden: int = flag(0, "hidden width of the feed-forward layer; 0: its own, 8/3 or 4 times the width",
+                           low=0, high=2**20)
+    residual: str = flag("plain", "residual connection", choices=tuple(RESID))
     history: bool = flag(False, "Neural History Compressor: a causal summary in mid-stack")
-    oe_m: int = flag(0, "base modulus of the OE paper's hashed n-gram tables, added to the token embedding; 0 is off", low=0, high=2**31)
-    oe_lr: float = flag(0.012, "their rate: the paper's 0.6 at an embedding of standard deviation 0.02 instead of 1", low=0, high=1e20)
-    tie: bool = flag(True, "output layer shares the token embedding")
+    oe_m: int = flag(0, "base modulus of the OE paper's hashed n-gram tables, added to the token embedding; 0: off",
+                     low=0, high=2**31)
+    oe_lr: float = flag(0.012, "rate of the hashed tables: the paper's 0.6 at an embedding of standard deviation "
+                        "0.02 instead of 1", low=0, high=1e20)
+    tie: bool = flag(True, "the output layer shares the token embedding")
     bias: bool = flag(False, "biases in the linear layers")
-    fast_weight_impl: str = flag("chunk", "form of the delta rules", choices=("chunk", "recurrent"))
+    fast_weight_impl: str = flag("chunk", "form of the delta rules", choices=tuple(FAST_WEIGHT_IMPL))
     moe_experts: int = flag(4, "experts of --ffn moe", low=1, high=1024)
-    moe_top_k: int = flag(1, "experts a token goes to", low=1, high=1024)
-    moe_expert_hidden: str = flag("full", "width of an expert: the whole hidden width or its share", choices=("full", "split"))
-    moe_router: str = flag("learned", "router of the experts", choices=("learned", "frozen"))
-    router_progress: float = flag(0.0, "bias of the router towards experts whose loss falls; 0 is off", low=-1e6, high=1e6)
+    moe_top_k: int = flag(1, "experts that a token goes to", low=1, high=1024)
+    moe_expert_hidden: str = flag("full", "width of an expert: the whole hidden width or its share", choices=MOE_HIDDEN)
+    moe_router: str = flag("learned", "router of the experts", choices=MOE_ROUTER)
+    router_progress: float = flag(0.0, "bias of the router towards experts whose loss falls; 0: off",
+                                  low=-1e6, high=1e6)
     optimizer: str = flag("adamw", "muon: Muon on the layers' matrices, AdamW on the rest", choices=("adamw", "muon"))
     adamw_lr: float = flag(3e-4, "AdamW's rate, also beside Muon", low=0, high=1e20)
     muon_lr: float = flag(0.02, "Muon's rate", low=0, high=1e20)
-    per_head: bool = flag(False, "Muon head by head")
-    qk_clip_tau: float = flag(0.0, "MuonClip's bound on attention logits; 0 is off", low=0, high=1e30)
-    grad_topk: float = flag(1.0, "share of every gradient that is kept (meProp); hashed tables keep theirs", low=1e-9, high=1)
-    curiosity: float = flag(0.0, "strength of the surprise-weighted auxiliary loss; 0 is off", low=0, high=1e6)
-    progress: float = flag(0.0, "strength of the learning-progress weights; 0 is off", low=-1e6, high=1e6)
-    schedule: str = flag("cosine", "learning rate after the warm-up", choices=("cosine", "wsd", "linear", "trapezoid"))
+    per_head: bool = flag(False, "Muon orthogonalises the attention's matrices head by head")
+    qk_clip_tau: float = flag(0.0, "MuonClip's bound on attention logits; 0: off", low=0, high=1e30)
+    grad_topk: float = flag(1.0, "share of every gradient that is kept (meProp); hashed tables keep theirs whole",
+                            low=1e-9, high=1)
+    curiosity: float = flag(0.0, "strength of the surprise-weighted auxiliary loss; 0: off", low=0, high=1e6)
+    progress: float = flag(0.0, "strength of the learning-progress weights; 0: off", low=-1e6, high=1e6)
+    schedule: str = flag("cosine", "learning rate after the warm-up", choices=tuple(SCHEDULES))
     warmup: Optional[int] = flag(None, "steps of warm-up (default: a tenth of --max_iters)", low=0, high=10**9)
-    grad_clip: float = flag(1.0, "norm that gradients, hashed tables aside, are clipped to; 0 is off", low=0, high=1e30)
-    beta1: float = flag(0.9, "of AdamW", low=0, high=0.9999999)
-    beta2: float = flag(0.999, "of AdamW", low=0, high=0.9999999)
-    weight_decay: float = flag(0.01, "of AdamW", low=0, high=1e10)
-    eval_tokens: int = flag(131_072, "score this many tokens of val; 0 is all", low=0, high=2**53)
-    dtype: str = flag("auto", "compute dtype; auto is bfloat16 on CUDA, float32 elsewhere", choices=("auto", "float32", "bfloat16", "float64"))
+    grad_clip: float = flag(1.0, "norm that gradients, hashed tables aside, are clipped to; 0: off", low=0, high=1e30)
+    beta1: float = flag(0.9, "beta1 of AdamW", low=0, high=0.9999999)
+    beta2: float = flag(0.999, "beta2 of AdamW", low=0, high=0.9999999)
+    weight_decay: float = flag(0.01, "weight decay of AdamW", low=0, high=1e10)
+    eval_tokens: int = flag(131_072, "tokens of val to score; 0: all of them", low=0, high=2**53)
+    dtype: str = flag("auto", "dtype of the matrix work; auto: bfloat16 on CUDA, float32 elsewhere",
+                      choices=("auto", "float32", "bfloat16", "float64"))
+    data: str = flag(DEFAULT_STORE, "store of data.py; or a text, jsonl or parquet file, or a folder of them",
+                     names=False)
+    tokenizer: str = flag("", "tokenizer.json of data.py: encodes --data when that is text; must be its own when that "
+                          "is a store", names=False)
+    vocab_size: Optional[int] = flag(None, "ids of the tokenizer that is trained on text (default: 8192)",
+                                     low=260, high=2**20, names=False)
+    out: str = flag("results/ablate", "folder of results", names=False)
+    save_every: int = flag(100, "steps between a cell's checkpoints; 0: only after its last one", low=0, high=10**9,
+                           names=False)
+    keep_checkpoints: bool = flag(False, "keep the checkpoints of finished cells, for eval_heldout.py", names=False)
+    force: bool = flag(False, "run again and overwrite what was finished before this process began", names=False)
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps", names=False)
+    threads: int = flag(0, "CPU threads; 0: torch's own choice", low=0, high=1024, names=False)
+
+    @property
+    def steps(self):
+        return self.max_iters
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Where a sweep reads, writes and computes."""
-    data: str = flag(DEFAULT_STORE, "store of data.py, or a text, jsonl or parquet file or a folder of them")
-    tokenizer: str = flag("", "tokenizer.json of data.py: encodes --data when that is text, must be its own when that is a store")
-    vocab_size: Optional[int] = flag(None, "ids of the tokenizer trained on text (default: 8192)", low=260, high=2**20)
-    ref: str = flag("modern", "config that the others are compared with (without modern in the sweep: its first)")
-    shard: str = flag("1/1", "i/n: run every n-th cell, beginning with the i-th")
-    out: str = flag("results/ablate", "folder of results")
-    force: bool = flag(False, "run again and overwrite what was finished before this process began")
-    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
-    threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
+    """Which cells there are, which of them to compute, and what they are compared with."""
+    configs: list
+    seeds: list
+    ref: str
+    shard: tuple    # (i, n): every n-th cell from the i-th on
 
 
-# ---- configs: name -> flags that differ from `modern` (the log's names, its findings in the comments) ----
+# ---- configs ----
 
-HW, POS, NOPE = dict(residual="highway_scalar"), dict(pos="learned"), dict(pos="none")
+HW = dict(residual="highway_scalar")
 MATCHED = dict(ffn="moe", moe_expert_hidden="split")
+POSITIONS, NOPE = dict(pos="learned"), dict(pos="none")
 GDN = dict(attn="gated_delta_scalar", **NOPE)
 
 
@@ -126,89 +158,96 @@ def muon(lr=0.02, **kw):
 MUON_RATES = {"_ulo": 0.0025, "_vlo": 0.005, "_lo": 0.01, "": 0.02, "_hi": 0.04}
 DEPTH_RATES = {"lr1e4": 1e-4, "lr2e4": 2e-4, "lr6e4": 6e-4, "lr1200u4": 1.2e-3, "lr2400u4": 2.4e-3}
 ADAMW_RATES = {"1e4": 1e-4, "1e3": 1e-3, "3e3": 3e-3, "1e2": 1e-2, "3e2": 3e-2}
+MUON_RATES_TUNED = {"_vlo": 0.005, "_lo": 0.01, "_hi": 0.04, "_vhi": 0.08}
+GDN_MUON_RATES = {"xxlo": 0.000625, "xlo": 0.00125, "ulo": 0.0025, "lo": 0.01}
+RESIDUALS = {"plain": {}, "hw": HW}
 TUNED = dict(adamw_lr=3e-2)   # finding 25: what the AdamW side of Muon wants at 3.3M
+# name -> flags that differ from modern; the names are the log's, the numbers its findings
 CONFIGS = {
-    "modern": {},                                                                                         # 1, 4
-    "baseline": dict(norm="layer", pos="learned", ffn="relu", tie=False, bias=True),                      # 1: all of nanoGPT at once
-    "layernorm": dict(norm="layer"), "relu": dict(ffn="relu"), "untied": dict(tie=False),                 # its parts; the fourth is pos
-    "highway": dict(residual="highway"), "highway_scalar": HW,                                            # 2
-    "hierarchical": dict(history=True), "curiosity": dict(curiosity=0.5),                                 # 3
-    "progress": dict(progress=0.5),                                                                       # 4
-    "moe": dict(ffn="moe"), "moe_progress": dict(ffn="moe", router_progress=0.5),                         # 5
-    "moe_matched": MATCHED, "moe_random": dict(MATCHED, moe_router="frozen"), "ffn_small": dict(ffn_hidden=128),    # 6
-    "moe_fine": dict(MATCHED, moe_experts=16, moe_top_k=2), "moe_fine_wide": dict(MATCHED, moe_experts=16, moe_top_k=4),  # 7
-    **{f"meprop_{p}": dict(grad_topk=p / 100) for p in (50, 25, 10, 5)},                                  # 8: the doses are ours
-    **{f"muon{k}": muon(lr) for k, lr in MUON_RATES.items()},                                             # 9, 10, 13
-    # 11: B .. H at Muon's 0.01, the best rate known by then
-    "f11_muon": muon(0.01), "f11_highway_muon": muon(0.01, residual="highway"), "f11_moe_muon": muon(0.01, ffn="moe"),
-    "f11_highway_moe_muon": muon(0.01, residual="highway", ffn="moe"), "f11_hw_muon": muon(0.01, **HW),
-    "f11_moe_matched_muon": muon(0.01, **MATCHED), "f11_hw_moe_matched_muon": muon(0.01, **HW, **MATCHED),
-    "muon_vlo_wsd": muon(0.005, schedule="wsd"), "muon_lo_wsd": muon(0.01, schedule="wsd"), "modern_wsd": dict(schedule="wsd"),  # 12
-    "muon_ph_ulo2": muon(0.00125, per_head=True), **{f"muon_ph{k}": muon(lr, per_head=True) for k, lr in MUON_RATES.items()},  # 13, 15
-    **{f"muonclip{k}": muon(lr, qk_clip_tau=100.0) for k, lr in MUON_RATES.items()},                      # 14
-    **{f"d{n}_{k}": dict(n_layer=n, **r) for n in (4, 8, 16, 32) for k, r in (("plain", {}), ("hw", HW))},  # 16
-    "pos": POS, "delta": dict(attn="delta", **POS), "gated_delta": dict(attn="gated_delta", **POS),       # 17
-    "pos_none": NOPE, "delta_nope": dict(attn="delta", **NOPE), "gated_delta_nope": GDN,                  # 18
-    "gated_delta_scalar": dict(attn="gated_delta_scalar", **POS),                                         # 18, 19
-    "linear": dict(attn="linear", **POS), "linear_nope": dict(attn="linear", **NOPE),                     # 20
-    "alibi": dict(pos="alibi"), "hard_alibi": dict(pos="hard_alibi"), "gated_delta_none": dict(attn="gated_delta", **NOPE),
-    **{f"d{n}_{k}_{name}": dict(n_layer=n, adamw_lr=lr, **r)                                              # 21
-       for n in (4, 32) for k, r in (("plain", {}), ("hw", HW)) for name, lr in DEPTH_RATES.items()},
-    "gdn_hw": dict(GDN, **HW), "hw_muon": muon(0.005, **HW), "gdn_muon": muon(0.005, **GDN), "gdn_hw_muon": muon(0.005, **GDN, **HW),  # 22
-    **{f"gdn_muon_{k}": muon(lr, **GDN) for k, lr in (("xxlo", 0.000625), ("xlo", 0.00125), ("ulo", 0.0025), ("lo", 0.01))},
-    "modern_ctx512": dict(seq_len=512), "softmax_nope_ctx512": dict(seq_len=512, **NOPE),                 # 23
+    "modern": {},   # 1, 4
+    "baseline": dict(norm="layer", pos="learned", ffn="relu", tie=False, bias=True),   # 1: all of nanoGPT
+    "layernorm": dict(norm="layer"), "relu": dict(ffn="relu"), "untied": dict(tie=False),   # its parts, beside pos
+    "highway": dict(residual="highway"), "highway_scalar": HW,   # 2
+    "hierarchical": dict(history=True), "curiosity": dict(curiosity=0.5),   # 3
+    "progress": dict(progress=0.5),   # 4
+    "moe": dict(ffn="moe"), "moe_progress": dict(ffn="moe", router_progress=0.5),   # 5
+    "moe_matched": MATCHED, "moe_random": dict(MATCHED, moe_router="frozen"),   # 6
+    "ffn_small": dict(ffn_hidden=128),
+    "moe_fine": dict(MATCHED, moe_experts=16, moe_top_k=2),   # 7
+    "moe_fine_wide": dict(MATCHED, moe_experts=16, moe_top_k=4),
+    **{f"meprop_{percent}": dict(grad_topk=percent / 100) for percent in (50, 25, 10, 5)},   # 8: the doses are ours
+    **{f"muon{rate}": muon(lr) for rate, lr in MUON_RATES.items()},   # 9, 10, 13
+    # 11: B .. H of the log, at Muon's 0.01, the best rate known by then
+    "f11_muon": muon(0.01), "f11_highway_muon": muon(0.01, residual="highway"),
+    "f11_moe_muon": muon(0.01, ffn="moe"),
+    "f11_highway_moe_muon": muon(0.01, residual="highway", ffn="moe"),
+    "f11_hw_muon": muon(0.01, **HW), "f11_moe_matched_muon": muon(0.01, **MATCHED),
+    "f11_hw_moe_matched_muon": muon(0.01, **HW, **MATCHED),
+    "muon_vlo_wsd": muon(0.005, schedule="wsd"), "muon_lo_wsd": muon(0.01, schedule="wsd"),   # 12
+    "modern_wsd": dict(schedule="wsd"),
+    "muon_ph_ulo2": muon(0.00125, per_head=True),   # 13, 15
+    **{f"muon_ph{rate}": muon(lr, per_head=True) for rate, lr in MUON_RATES.items()},
+    **{f"muonclip{rate}": muon(lr, qk_clip_tau=100.0) for rate, lr in MUON_RATES.items()},   # 14
+    **{f"d{n}_{k}": dict(n_layer=n, **flags) for n in (4, 8, 16, 32) for k, flags in RESIDUALS.items()},   # 16
+    "pos": POSITIONS, "delta": dict(attn="delta", **POSITIONS),   # 17
+    "gated_delta": dict(attn="gated_delta", **POSITIONS),
+    "pos_none": NOPE, "delta_nope": dict(attn="delta", **NOPE), "gated_delta_nope": GDN,   # 18
+    "gated_delta_scalar": dict(attn="gated_delta_scalar", **POSITIONS),   # 18, 19
+    "linear": dict(attn="linear", **POSITIONS), "linear_nope": dict(attn="linear", **NOPE),   # 20
+    "alibi": dict(pos="alibi"), "hard_alibi": dict(pos="hard_alibi"),
+    "gated_delta_none": dict(attn="gated_delta", **NOPE),
+    **{f"d{n}_{k}_{rate}": dict(n_layer=n, adamw_lr=lr, **flags)   # 21
+       for n in (4, 32) for k, flags in RESIDUALS.items() for rate, lr in DEPTH_RATES.items()},
+    "gdn_hw": dict(GDN, **HW), "hw_muon": muon(0.005, **HW), "gdn_muon": muon(0.005, **GDN),   # 22
+    "gdn_hw_muon": muon(0.005, **GDN, **HW),
+    **{f"gdn_muon_{rate}": muon(lr, **GDN) for rate, lr in GDN_MUON_RATES.items()},
+    "modern_ctx512": dict(seq_len=512), "softmax_nope_ctx512": dict(seq_len=512, **NOPE),   # 23
     "gd_ctx512": dict(seq_len=512, attn="gated_delta", **NOPE), "gds_ctx512": dict(seq_len=512, **GDN),
-    "gds_ctx512_learned": dict(seq_len=512, attn="gated_delta_scalar", **POS), "gds_ctx512_wide": dict(seq_len=512, ffn_hidden=555, **GDN),
-    "hw_ctx512": dict(seq_len=512, **HW), "gdn_hw_ctx512": dict(seq_len=512, **GDN, **HW),                # 24
+    "gds_ctx512_learned": dict(seq_len=512, attn="gated_delta_scalar", **POSITIONS),
+    "gds_ctx512_wide": dict(seq_len=512, ffn_hidden=555, **GDN),
+    "hw_ctx512": dict(seq_len=512, **HW), "gdn_hw_ctx512": dict(seq_len=512, **GDN, **HW),   # 24
     "gdn_hw_muon_ulo": muon(0.0025, **GDN, **HW), "gdn_hw_muon_lo": muon(0.01, **GDN, **HW),
-    **{f"adamw_{k}": dict(adamw_lr=lr) for k, lr in ADAMW_RATES.items()},                                 # 25
+    **{f"adamw_{rate}": dict(adamw_lr=lr) for rate, lr in ADAMW_RATES.items()},   # 25
     "muon_05": muon(0.05), "muon_05_adamw_3e2": muon(0.05, **TUNED),
-    **{f"muon{k}_adamw_3e2": muon(lr, **TUNED) for k, lr in (("_vlo", 0.005), ("_lo", 0.01), ("_hi", 0.04), ("_vhi", 0.08))},
-    "arch2_plain": muon(**TUNED), "arch2_hw": muon(**TUNED, **HW), "arch2_moe": muon(**TUNED, ffn="moe"), "arch2_moe_matched": muon(**TUNED, **MATCHED),
-    **{f"muon_adamw_{k}": muon(adamw_lr=lr) for k, lr in ADAMW_RATES.items() if k != "1e4"},              # 25, 26
-    "muon01_adamw3e4": muon(0.01),                                                                        # 26, at the 29M size
-    "gds_ctx512_rope": dict(seq_len=512, attn="gated_delta_scalar"),     # 23: cannot exist, and is refused
+    **{f"muon{rate}_adamw_3e2": muon(lr, **TUNED) for rate, lr in MUON_RATES_TUNED.items()},
+    "arch2_plain": muon(**TUNED), "arch2_hw": muon(**TUNED, **HW), "arch2_moe": muon(**TUNED, ffn="moe"),
+    "arch2_moe_matched": muon(**TUNED, **MATCHED),
+    **{f"muon_adamw_{rate}": muon(adamw_lr=ADAMW_RATES[rate]) for rate in ("1e3", "3e3", "1e2", "3e2")},   # 25, 26
+    "muon01_adamw3e4": muon(0.01),   # 26, at the 29M size
+    "gds_ctx512_rope": dict(seq_len=512, attn="gated_delta_scalar"),   # 23: cannot exist, and is refused
 }
 REFUSED = ("gds_ctx512_rope",)
-# name in CONFIGS -> name in published/ablate.json, where they differ; rates tell the rows apart
-PRINTED = {"f11_muon": "B muon", "f11_moe_muon": "D moe+muon", "f11_highway_moe_muon": "E highway+moe+muon", "f11_hw_muon": "F highway-scalar+muon",
-           "f11_moe_matched_muon": "G moe-matched+muon", "f11_hw_moe_matched_muon": "H highway-scalar+moe-matched+muon", "arch2_plain": "muon",
-           "muon_vlo_wsd": "", "muon_lo_wsd": "", "modern_wsd": ""}   # finding 12 is another model, corpus and metric
-FAMILIES = ("gdn_hw_muon", "gdn_muon", "muonclip", "muon_ph", "muon", "adamw", "d4_plain", "d4_hw", "d32_plain", "d32_hw")
 
 
-@functools.cache
-def _findings():
-    return json.loads((common.ROOT / "published" / "ablate.json").read_text(encoding="utf-8"))["findings"]
+def config_of(config, arm):
+    """The Config of a row of CONFIGS: the flags given, then the row's own.
+
+    UserError for a row with an unknown flag.
+    """
+    known = {f.name for f in common.flag_fields(config) if f.metadata["names"]}
+    if unknown := sorted(CONFIGS[arm].keys() - known):
+        why = f"there is no flag {', '.join(unknown)}"
+        raise UserError(f"config {arm} of CONFIGS: {why}; --help lists them")
+    return dataclasses.replace(config, arm=arm, **CONFIGS[arm])
 
 
-def published(name):
-    """The row of published/ablate.json for a config (dict: val_loss or range, finding, setting), or None where the log's table is lost."""
-    cell = cell_of(Recipe(), name)
-    family = next((f for f in FAMILIES if name == f or name.startswith(f + "_")), name)
-    family = PRINTED.get(name, {"muon_ph": "muon_perhead"}.get(family, family))
-
-    def fits(row):
-        side = row.get("adamw_lr") or (cell.adamw_lr if cell.optimizer == "adamw" else 3e-4)
-        lr = cell.muon_lr if cell.optimizer == "muon" else cell.adamw_lr
-        size = row.get("size") in (None, "3.4M")
-        return row["arm"] in (name, family) and row.get("lr") in (None, lr) and side == cell.adamw_lr and size
-    found = [row for row in _findings() if fits(row)]
-    return min(found, key=lambda row: (row["arm"] != name, row["setting"] == "old128"), default=None)
+def naming(config):
+    """(base, size, idle) of a cell's name: what arm and size stand for, flags that do nothing."""
+    idle = set()
+    if config.optimizer != "muon":
+        idle.add("muon_lr")
+    if not config.oe_m:
+        idle.add("oe_lr")
+    base = {**CONFIGS[config.arm], "max_iters": config.max_iters}
+    return base, f"i{config.max_iters}", idle
 
 
-def cell_of(recipe, arm):
-    """The Recipe of a config: the flags given, then the config's own. UserError for a row of CONFIGS with an unknown flag."""
-    if unknown := CONFIGS[arm].keys() - {f.name for f in dataclasses.fields(Recipe)}:
-        raise UserError(f"config {arm} of CONFIGS: there is no flag {', '.join(sorted(unknown))}; --help lists them")
-    return dataclasses.replace(recipe, **CONFIGS[arm])
-
-
-def model_config(cell, vocab_size):
-    """GPTConfig of a Recipe; UserError for a combination that cannot be."""
-    names = ("n_embd", "n_head", "n_layer", "dropout", "norm", "pos", "attn", "ffn", "residual", "ffn_hidden", "tie", "bias", "history", "moe_experts",
-             "moe_top_k", "moe_expert_hidden", "moe_router", "router_progress", "fast_weight_impl", "oe_m")
-    return GPTConfig.modern(sequence_len=cell.seq_len, vocab_size=vocab_size, **{k: getattr(cell, k) for k in names})
+def model_config(config, vocab_size):
+    """GPTConfig of a Config; UserError for a combination that cannot be."""
+    ours = {f.name for f in common.flag_fields(config)} - {"vocab_size"}
+    shared = [f.name for f in dataclasses.fields(GPTConfig) if f.name in ours]
+    flags = {name: getattr(config, name) for name in shared}
+    return GPTConfig.modern(sequence_len=config.seq_len, vocab_size=vocab_size, **flags)
 
 
 @functools.cache
@@ -217,99 +256,21 @@ def _count(config):
         return GPT(config).num_params()["total"]
 
 
-def count_params(cell, vocab_size):
-    """Parameters of a cell's model, without giving it memory."""
-    return _count(model_config(cell, vocab_size))
-
-
-# ---- data ----
-
-@dataclass(frozen=True)
-class Corpus:
-    """What a sweep reads: token ids of train and val (1-D), bytes of every id, digest of corpus and tokenizer."""
-    train: np.ndarray
-    val: np.ndarray
-    token_bytes: np.ndarray
-    digest: str
-
-    @property
-    def vocab_size(self):
-        return len(self.token_bytes)
-
-
-def load_tokenizer(path):
-    """A tokenizer that data.py wrote; UserError for any other file."""
-    from tokenizers import Tokenizer
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as err:  # tokenizers raises plain Exception
-        raise UserError(f"--tokenizer {path} is no tokenizer.json ({' '.join(str(err).split())[:80]})") from None
-    n = tokenizer.get_vocab_size()
-    if tuple(tokenizer.id_to_token(i) for i in range(n - len(data.SPECIALS), n)) != data.SPECIALS:
-        raise UserError(f"--tokenizer {path} was not written by data.py (its last ids are not {', '.join(data.SPECIALS)})")
-    tokenizer.encode_special_tokens = True   # the file does not keep it: the text "<|bos|>" is text
-    return tokenizer
-
-
-def encode_text(path, tokenizer_path):
-    """Corpus of text files under a given tokenizer, split as data.py splits them."""
-    tokenizer, notes = load_tokenizer(tokenizer_path), Counter()
-    files, _ = data.path_files([path])
-    parts, token_bytes = data.split_documents(files, [], notes), data.count_token_bytes(tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
-        data.write_tokens(Path(folder), parts(), tokenizer, token_bytes, notes["chars"])
-        np.save(Path(folder) / "token_bytes.npy", token_bytes, allow_pickle=False)   # the digest is that of a store with these files
-        kept = {p.name: {"sha256": data.sha256_of(p)} for p in Path(folder).iterdir()}
-        kept["tokenizer.json"] = {"sha256": data.sha256_of(tokenizer_path)}
-        dtype = "<u2" if len(token_bytes) <= 65536 else "<u4"
-        train, val = (np.fromfile(Path(folder) / f"{name}.bin", dtype=dtype) for name in ("train", "val"))
-    warn_of_bytes(notes["invalid_utf8"], path)
-    return Corpus(train, val, token_bytes, data.digest_of(kept))
-
-
-def warn_of_bytes(documents, path):
-    """Say on stderr that some documents were no UTF-8."""
-    if documents:
-        print(f"note: invalid UTF-8 was replaced in {documents} documents of {path}", file=sys.stderr)
-
-
-def open_corpus(sweep):
-    """Corpus of --data, --tokenizer and --vocab_size: an existing store, text that becomes one, or text under a given tokenizer."""
-    path = Path(sweep.data)
-    is_store = sweep.data == DEFAULT_STORE or any((path / name).exists() for name in ("meta.json", "train.bin", "token_bytes.npy"))   # even a broken one
-    if not is_store and sweep.tokenizer:
-        if sweep.vocab_size:
-            raise UserError("--vocab_size is for a tokenizer trained on --data; --tokenizer brings its own")
-        return encode_text(sweep.data, sweep.tokenizer)
-    if is_store and sweep.vocab_size:
-        raise UserError(f"--vocab_size is for a tokenizer trained on text; the store {sweep.data} has its own: leave the flag out, or name text with --data")
-    store = open_store(sweep.data if is_store else prepare([sweep.data], sweep.vocab_size or 8192))
-    if not is_store:
-        warn_of_bytes(store.meta["invalid_utf8_documents"], path)
-    if sweep.tokenizer:
-        load_tokenizer(sweep.tokenizer)
-        if data.sha256_of(sweep.tokenizer) != store.meta["files"]["tokenizer.json"]["sha256"]:
-            raise UserError(f"--tokenizer {sweep.tokenizer} is not the one that the store {sweep.data} was encoded with; leave it out, or give text")
-    return Corpus(store.train, store.val, store.token_bytes, store.digest)
-
-
-def fixed_windows(tokens, batch_size, seq_len, max_tokens=0):
-    """Yield (inputs, targets) LongTensors [B, T] of consecutive windows, nanoGPT's x and y: the same for every cell; the last batch may be smaller."""
-    rows = (min(len(tokens), max_tokens + 1 if max_tokens else len(tokens)) - 1) // seq_len
-    for i in range(0, rows, batch_size):
-        n = min(batch_size, rows - i)
-        part = np.asarray(tokens[i * seq_len:(i + n) * seq_len + 1]).astype(np.int64)
-        yield torch.from_numpy(part[:-1].reshape(n, seq_len)), torch.from_numpy(part[1:].reshape(n, seq_len))
+def count_params(config, vocab_size):
+    """All parameters of a cell's model, counted without giving it memory."""
+    return _count(model_config(config, vocab_size))
 
 
 # ---- losses ----
 
 class Progress:
-    """Learning-progress weights (finding 4): 1 + strength * z, at least 0, scaled to mean 1 over the batch.
+    """Learning-progress weights (finding 4): 1 + strength * z, at least 0, of mean 1 in a batch.
 
-    Every target id has a fast (0.9) and a slow (0.99) average of its mean nats in the batches it was seen in; both start at the first. z is
-    slow - fast, standardised over the batch's tokens: positive where the loss falls (the log prints fast minus slow and means the falling
-    loss to weigh more; a negative strength turns it round). Ids seen in fewer than 16 earlier batches have z = 0.
+    Every target id has a fast (0.9) and a slow (0.99) average of its mean nats in the batches it
+    was seen in; both start at the first. z is slow - fast, standardised over the batch's tokens:
+    positive where the loss falls (the log prints fast minus slow and means the falling loss to
+    weigh more; a negative strength turns it round). Ids seen in fewer than 16 earlier batches have
+    z = 0.
     """
 
     def __init__(self, vocab_size, strength, device="cpu"):
@@ -331,59 +292,91 @@ class Progress:
         targets, nats = targets.flatten(), nats.detach().flatten().to(self.fast.dtype)
         count = torch.zeros_like(self.fast).index_add_(0, targets, torch.ones_like(nats))
         mean = torch.zeros_like(self.fast).index_add_(0, targets, nats) / count.clamp_min(1)
-        here, first = count > 0, (count > 0) & (self.seen == 0)
-        for average, decay in ((self.fast, FAST), (self.slow, SLOW)):
-            average.copy_(torch.where(first, mean, torch.where(here, decay * average + (1 - decay) * mean, average)))
+        here = count > 0
+        update_averages_(self.fast, self.slow, mean, here, here & (self.seen == 0))
         self.seen += here
 
+    def state_dict(self):
+        return {"fast": self.fast, "slow": self.slow, "seen": self.seen}
 
-def training_loss(model, x, y, cell, progress, trace=None):
+    def load_state_dict(self, state):
+        for name, mine in self.state_dict().items():
+            mine.copy_(state[name])
+
+
+def training_loss(model, x, y, config, progress, trace=None):
     """The scalar that a step descends."""
-    if not cell.curiosity and not cell.progress:
+    if not config.curiosity and not config.progress:
         return model(x, y, trace=trace)
     nats = model(x, y, reduction="none", trace=trace)
     loss = nats.mean()
-    if cell.progress:
+    if config.progress:
         loss = (progress.weights(y) * nats).mean()
         progress.update(y, nats)
-    if cell.curiosity:
+    if config.curiosity:
         surprise = nats.detach()
-        loss = loss + cell.curiosity * (surprise / surprise.mean() * nats).mean()
+        loss = loss + config.curiosity * (surprise / surprise.mean() * nats).mean()
     return loss
 
 
-# ---- one cell ----
+# ---- optimizers ----
 
-def optimizers(model, cell):
-    """[AdamW] or, for Muon, [AdamW of what is no layer's matrix, MuonAdamW of the rest], then hashed tables; every parameter once, lr as initial_lr."""
-    layers, rest, tables, heads = [], [], [], {-2: [], -1: []}
+def update_of(name, role, config):
+    """What updates a parameter: tables, adamw, or Muon: on the whole, or by heads' rows or columns."""
+    if role == "oe":
+        return "tables"
+    if config.optimizer == "adamw" or role != "matrix" or not name.startswith("blocks."):
+        return "adamw"
+    layer = name.split(".")[-2]
+    if config.per_head and ".attn." in name and layer in ("c_q", "c_k", "c_v"):
+        return "rows"
+    if config.per_head and ".attn." in name and layer == "c_proj":
+        return "columns"
+    return "whole"
+
+
+def make_optimizers(model, config):
+    """{"adamw": ..., and where there is something for them "muon", "tables"}.
+
+    Every parameter that learns is in exactly one; each group has its rate as initial_lr.
+    """
+    found = {}
     for name, role, p in model.roles():
-        if not p.requires_grad:
-            continue
-        if role == "oe":
-            tables.append(p)
-        elif cell.optimizer == "adamw" or role != "matrix" or not name.startswith("blocks."):
-            rest.append(p)
-        elif cell.per_head and ".attn." in name and name.split(".")[-2] in ("c_q", "c_k", "c_v", "c_proj"):
-            heads[-1 if "c_proj" in name else -2].append(p)
-        else:
-            layers.append(p)
-    made = [torch.optim.AdamW(rest, lr=cell.adamw_lr, betas=(cell.beta1, cell.beta2), weight_decay=cell.weight_decay, fused=True)]
-    if cell.optimizer == "muon":
-        shared = dict(kind="muon", lr=cell.muon_lr, momentum=MUON_MOMENTUM, normuon=False)
-        groups = [dict(shared, params=layers)] + [dict(shared, params=ps, heads=cell.n_head, head_axis=axis) for axis, ps in heads.items()]
-        made.append(MuonAdamW([g for g in groups if g["params"]]))
-    if tables:
-        made.append(MuonAdamW([dict(kind="oe", lr=cell.oe_lr, params=tables)]))
-    for opt in made:
-        for group in opt.param_groups:
+        if p.requires_grad:
+            found.setdefault(update_of(name, role, config), []).append(p)
+    made = {"adamw": torch.optim.AdamW(
+        found["adamw"], lr=config.adamw_lr, betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay, fused=True)}
+    rule = dict(kind="muon", lr=config.muon_lr, momentum=MUON_MOMENTUM, normuon=False)
+    by_head = dict(rule, heads=config.n_head)
+    rules = {"whole": rule, "rows": dict(by_head, head_axis=-2),
+             "columns": dict(by_head, head_axis=-1)}
+    groups = [dict(rules[k], params=found[k]) for k in rules if k in found]
+    if groups:
+        made["muon"] = MuonAdamW(groups)
+    if "tables" in found:
+        made["tables"] = MuonAdamW([dict(kind="oe", lr=config.oe_lr, params=found["tables"])])
+    for optimizer in made.values():
+        for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
     return made
 
 
+def set_rates(optimizers, step, config):
+    """Warm-up and schedule."""
+    warmup = round(config.max_iters / 10) if config.warmup is None else config.warmup
+    multiplier = warmup_multiplier(step, config.max_iters, warmup, config.schedule)
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * multiplier
+
+
 @torch.no_grad()
 def logit_peaks(trace, pos="rope"):
-    """Largest attention logit that every head [H] of every layer can use, before any bias of positions, from the trace of a forward pass."""
+    """[[H] per layer]: the largest attention logit that each head can use.
+
+    trace: of a forward pass. The logits are those before any bias of positions.
+    """
     peaks = []
     for layer in trace["layers"]:
         q, k = (layer[name].float().transpose(1, 2) for name in ("q", "k"))     # [B, H, T, D]
@@ -397,7 +390,7 @@ def logit_peaks(trace, pos="rope"):
     return peaks
 
 
-def clip_logits(model, trace, tau):
+def clip_logits_(model, trace, tau):
     """MuonClip on every layer after a step, from that step's trace."""
     for block, peak in zip(model.blocks, logit_peaks(trace, model.cfg.pos)):
         qk_clip_(block.attn.c_q.weight, block.attn.c_k.weight, peak, tau)
@@ -405,258 +398,300 @@ def clip_logits(model, trace, tau):
             qk_clip_(block.attn.c_q.bias, block.attn.c_k.bias, peak, tau)
 
 
-def train_step(model, made, x, y, cell, step, progress, autocast):
-    """One optimizer step on inputs and targets [B, T]; returns the loss."""
-    warmup = round(cell.max_iters / 10) if cell.warmup is None else cell.warmup
-    multiplier = warmup_multiplier(step, cell.max_iters, warmup, cell.schedule)
-    for opt in made:
-        for group in opt.param_groups:
-            group["lr"] = group["initial_lr"] * multiplier
-    trace = {} if cell.qk_clip_tau else None
-    with autocast:
-        loss = training_loss(model, x, y, cell, progress, trace)
-    loss.backward()
-    params = [p for p in model.parameters() if p.grad is not None and not hasattr(p, "visits")]   # tables normalise their own rows
-    if cell.grad_topk < 1:
-        keep_topk_([p.grad for p in params], cell.grad_topk)
-    if cell.grad_clip:
-        torch.nn.utils.clip_grad_norm_(params, cell.grad_clip)
-    for opt in made:
-        opt.step()
-        opt.zero_grad()
-    if trace is not None:
-        clip_logits(model, trace, cell.qk_clip_tau)
-    return loss.item()
+class DropoutStream:
+    """Seeds torch's own generator of a device, from which dropout draws; its state can be saved."""
+
+    def __init__(self, seed, device):
+        torch.manual_seed(seed)
+        self.where = [device] if device.type == "cuda" else []
+        self.torch = {"cpu": torch, "cuda": torch.cuda, "mps": torch.mps}[device.type]
+
+    def state_dict(self):
+        return {"state": self.torch.get_rng_state(*self.where)}
+
+    def load_state_dict(self, state):
+        self.torch.set_rng_state(state["state"], *self.where)
 
 
-@functools.cache
-def _env(device):
-    return common.env_record(device)   # of the sources as they were loaded, not as they are when a long sweep ends
+# ---- one cell, top to bottom ----
+
+def train(config, corpus, meter=None):
+    """Train and score one cell; writes its checkpoints and its result, and returns the record.
+
+    None where it is finished already. meter: shows progress in place of the run's own bar.
+    """
+    with runs.Run(__file__, config, *naming(config), store=corpus, show=meter is None) as run:
+        if run.record is not None:
+            return None
+        model = GPT(model_config(config, corpus.vocab_size)).init_weights(config.seed)
+        model = model.to(run.device).train()
+        if run.dtype == torch.float64:
+            model.double()
+        optimizers = make_optimizers(model, config)
+        batches = RandomBatches(corpus.train, config.batch_size, config.seq_len,
+                                derive_seed("ablate batches", config.seed))
+        progress = Progress(corpus.vocab_size, config.progress, run.device)
+        dropout = DropoutStream(derive_seed("ablate dropout", config.seed), run.device)
+        run.resume(model=model, **optimizers, batches=batches, progress=progress, dropout=dropout)
+        if meter:
+            meter.begin(run)
+
+        for step in run.steps():
+            set_rates(optimizers, step, config)
+            x, y = (z.to(run.device, non_blocking=True) for z in batches.next())
+            # MuonClip reads the q and k of this step's forward pass
+            trace = {} if config.qk_clip_tau else None
+            with run.autocast:
+                loss = training_loss(model, x, y, config, progress, trace)
+            loss.backward()
+            # hashed tables normalise their own rows
+            learning = [p for p in model.parameters() if p.grad is not None]
+            dense = [p for p in learning if not hasattr(p, "visits")]
+            if config.grad_topk < 1:
+                keep_topk_([p.grad for p in dense], config.grad_topk)
+            if config.grad_clip:
+                torch.nn.utils.clip_grad_norm_(dense, config.grad_clip)
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+            if config.qk_clip_tau:
+                clip_logits_(model, trace, config.qk_clip_tau)
+            run.log(loss.item())
+            if meter:
+                meter.step(run)
+
+        metrics = {}
+        if run.status == "finished":
+            windows = fixed_windows(corpus.val, config.batch_size, config.seq_len,
+                                    config.eval_tokens)
+            with run.autocast:
+                found = evaluate_bpb(model, windows, corpus.token_bytes, run.device)
+            metrics = {f"val_{name}": value for name, value in found.items()}
+        record = run.finish(model, metrics, curve=thinned(run.curve, config.max_iters))
+        if record["status"] != "stopped" and not config.keep_checkpoints:
+            run.checkpoint.unlink(missing_ok=True)
+        if meter:
+            meter.end(run)
+        return record
 
 
-def train_cell(cell, arm, seed, corpus, device, run="", on_step=lambda step, loss: False):
-    """Train and score one cell; returns its result record. on_step(step, loss) ends it early by returning True: status "stopped"."""
-    dtype = common.pick_dtype(cell.dtype, device)
-    model = GPT(model_config(cell, corpus.vocab_size)).init_weights(seed).to(device=device)
-    model = model.double() if dtype == torch.float64 else model
-    model.train()
-    made = optimizers(model, cell)
-    batches = RandomBatches(corpus.train, cell.batch_size, cell.seq_len, derive_seed("ablate batches", seed))
-    torch.manual_seed(derive_seed("ablate dropout", seed))
-    progress = Progress(corpus.vocab_size, cell.progress, device)
-    autocast, every = common.autocast(device, dtype), max(1, cell.max_iters // CURVE_POINTS)
-    curve, status, steps, start = [], "finished", 0, time.perf_counter()
-    for step in range(cell.max_iters):
-        x, y = (z.to(device, non_blocking=True) for z in batches.next())
-        loss = train_step(model, made, x, y, cell, step, progress, autocast)
-        steps = step + 1
-        if step % every == 0 or steps == cell.max_iters or not loss <= DIVERGED:
-            curve.append([step, loss])
-        if not loss <= DIVERGED:
-            status = "diverged"
-            break
-        if on_step(step, loss):
-            status = "stopped"
-            break
-    train_s, metrics = time.perf_counter() - start, {}
-    if status == "finished":
-        with autocast:
-            found = evaluate_bpb(model, fixed_windows(corpus.val, cell.batch_size, cell.seq_len, cell.eval_tokens), corpus.token_bytes, device)
-        metrics = {f"val_{key}": value for key, value in found.items()}
-        if not math.isfinite(metrics["val_loss"]):  # destroyed by its last update
-            status, metrics = "diverged", {}
-    tokens = steps * cell.batch_size * cell.seq_len
-    config = {**dataclasses.asdict(cell), "dtype": str(dtype).split(".")[1], "data_digest": corpus.digest, "vocab_size": corpus.vocab_size}
-    return common.result_record(
-        script="ablate.py", run=run, arm=arm, status=status, config=config, depth=cell.n_layer, width=cell.n_embd, seed=seed,
-        params=model.num_params(), steps=steps, tokens=tokens, metrics=metrics, curve=curve,
-        timing={"train_s": train_s, "tok_per_s": tokens / train_s, "peak_mem_mib": common.peak_mem_mib(device)}, env=_env(device))
+def thinned(curve, steps):
+    """About CURVE_POINTS of a curve's [step, loss], the last one always."""
+    every = max(1, steps // CURVE_POINTS)
+    return [point for point in curve if point[0] % every == 0 or point is curve[-1]]
 
 
 # ---- the sweep ----
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """One config with one seed: what a process locks, computes and writes."""
-    arm: str
-    seed: int
-    recipe: Recipe
-    path: Path
+    config: Config
+    path: Path        # of its result
+    identity: dict    # what makes it this cell, see common.differences()
 
 
-def run_name(recipe, arm, seed):
-    """<arm>_i<max_iters>_seed<seed>, with the hash of the recipe flags that were given."""
-    cell, plain = cell_of(recipe, arm), cell_of(Recipe(max_iters=recipe.max_iters), arm)
-    off = ({"muon_lr"} if cell.optimizer != "muon" else set()) | ({"oe_lr"} if not cell.oe_m else set())
-    flags = {k: v for k, v in dataclasses.asdict(cell).items() if k not in off}
-    return common.run_name(f"{arm}_i{cell.max_iters}_seed{seed}", flags, dataclasses.asdict(plain))
-
-
-def make_cells(recipe, arms, seeds, out):
+def make_cells(config, sweep, corpus):
     """[Cell], seeds outermost: a sweep that is cut short has all configs of its first seeds."""
-    return [Cell(arm, seed, cell_of(recipe, arm), Path(out) / f"{run_name(recipe, arm, seed)}.json") for seed in seeds for arm in arms]
+    script, cells = Path(__file__).name, []
+    for seed in sweep.seeds:
+        for arm in sweep.configs:
+            # the sweep, not the cell, decides what --force overwrites
+            mine = dataclasses.replace(config_of(config, arm), seed=seed, force=False)
+            base, size, idle = naming(mine)
+            name = runs.run_name(script, mine, base, size, corpus.label, idle)
+            identity = {"script": script, "arm": arm, "seed": seed, "data_digest": corpus.digest,
+                        "changed": common.changed_flags(mine, idle)}
+            cells.append(Cell(mine, Path(config.out) / f"{name}.json", identity))
+    return cells
 
 
-def read_shard(text):
-    """(i, n) of "i/n", 1 <= i <= n."""
-    if not (found := re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)) or not 1 <= int(found[1]) <= int(found[2]):
-        raise UserError(f"--shard {text[:40]} is no shard; write i/n with i from 1 to n, such as 1/4")
-    return int(found[1]), int(found[2])
-
-
-def read_result(cell, corpus, device):
-    """The record of a finished cell, or None. UserError when the file is damaged or is not this cell's."""
-    if not cell.path.exists():
-        return None
-    expected = {**dataclasses.asdict(cell.recipe), "dtype": common.dtype_name(cell.recipe.dtype, device)}
+def read_cell(cell):
+    """The record of a finished cell; UserError when the file is damaged or another run's."""
+    record = runs.read_record(cell.path, cell.identity)
     with common.reading(cell.path, "result"):
-        record = json.loads(cell.path.read_text(encoding="utf-8"))
-        config, plain = record["config"], Recipe()
-        other = [k for k, v in expected.items() if config.get(k, getattr(plain, k)) != v]   # a flag added later had its default
-        other += [k for k, v in (("arm", cell.arm), ("seed", cell.seed)) if record[k] != v]
-        same = config["data_digest"] == corpus.digest
-        if record["status"] not in ("finished", "diverged"):
-            raise ValueError(record["status"])
-        float(record["params"]["total"]), record["timing"]["train_s"]
+        float(record["params"]["total"]), float(record["timing"]["train_s"])
         if record["status"] == "finished":
-            float(record["metrics"]["val_loss"]), float(record["metrics"]["val_bpb"] or 0)   # null: the scored tokens hold no bytes
-    if not same or other:
-        what = f"{other[0]} is not this sweep's" if same else "it was computed on another corpus or tokenizer"
-        raise UserError(f"{cell.path}: {what}; name another --out, or overwrite it with --force")
+            # null: the scored tokens hold no bytes
+            float(record["metrics"]["val_loss"]), float(record["metrics"]["val_bpb"] or 0)
     return record
 
 
-class Meter:
-    """Progress over the whole sweep: a bar in iterations of the cheapest cell, or a line per cell where there is no terminal."""
+def is_there(path, since=0.0):
+    """Does the file exist, written since that time?"""
+    try:
+        return path.stat().st_mtime >= since
+    except OSError:
+        return False
 
-    def __init__(self, cells, vocab_size):
-        self.cost = {c: self._weight(c.recipe, vocab_size) for c in cells}
-        least = min(self.cost.values(), default=1)
-        self.cost = {c: w / least for c, w in self.cost.items()}
-        self.cells, self.done, self.known = len(cells), 0, set()   # known: how they ended has been taken into account
-        self.ended, self.elsewhere = 0.0, 0.0                      # iterations computed here, and by other processes meanwhile
-        self.bar = tqdm(total=round(sum(self.cost[c] * c.recipe.max_iters for c in cells)), unit="it", disable=None,
-                        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
+
+def read_cells(cells, since=0.0):
+    """({cell: record} of the finished ones, {cell: what is wrong with its file})."""
+    records, wrong = {}, {}
+    for cell in cells:
+        if is_there(cell.path, since):
+            try:
+                records[cell] = read_cell(cell)
+            except UserError as err:
+                wrong[cell] = str(err)
+    return records, wrong
+
+
+def forget(cell, since):
+    """Remove the files of a cell from before that time."""
+    with runs.locked(cell.path):
+        for path in (cell.path, cell.path.with_suffix(".ckpt")):
+            if path.exists() and not is_there(path, since):
+                path.unlink()
+
+
+class Meter:
+    """Progress over the whole sweep: a bar where there is a terminal, and a line per cell.
+
+    Work is counted in iterations of the cheapest cell.
+    """
+
+    def __init__(self, configs, vocab_size):
+        cost = {c: count_params(c, vocab_size) * c.batch_size * c.seq_len for c in configs}
+        least = min(cost.values(), default=1)
+        self.cost = {c: value / least for c, value in cost.items()}
+        self.left = {c: value * c.max_iters for c, value in self.cost.items()}
+        self.total, self.cells, self.done = sum(self.left.values()), len(configs), 0
+        self.here = self.elsewhere = 0.0    # done by this process, and by others meanwhile
+        self.before = 0                     # steps that this cell's checkpoint had
+        self.asked_to_stop = False
+        self.bar = tqdm(total=round(self.total), disable=None,
+                        bar_format="{l_bar}{bar}| {elapsed}{postfix}")
         self.start = time.perf_counter()
 
-    @staticmethod
-    def _weight(r, vocab_size):
-        return count_params(r, vocab_size) * r.batch_size * r.seq_len
+    def begin(self, run):
+        """A cell begins, or goes on."""
+        self.before = run.step
 
-    def step(self, cell, step, loss):
-        """One iteration of a cell is done."""
-        self.bar.n = min(self.bar.total, round(self.ended + self.cost[cell] * (step + 1)))
-        self.bar.set_postfix_str(f"cell {self.done + 1}/{self.cells} {cell.arm} seed {cell.seed} step {step + 1} loss {loss:.3f}", refresh=False)
+    def step(self, run):
+        """A cell has done one more step."""
+        config = run.config
+        done = self.total - sum(self.left.values()) + self.cost[config] * run.step
+        self.bar.n = min(self.bar.total, round(done))
+        place = f"cell {self.done + 1}/{self.cells} {config.arm} seed {config.seed}"
+        told = f"{place} step {run.step} loss {run.curve[-1][1]:.3f}"
+        self.bar.set_postfix_str(told, refresh=False)
         self.bar.update(0)
 
-    def finish(self, cell, record):
+    def end(self, run):
+        """A cell has ended, or was stopped."""
+        # a signal in a cell's last step stops the sweep, not the cell
+        self.asked_to_stop = bool(run._asked_to_stop)
+
+    def finish(self, config, record):
         """A cell is done: say how it ended and how long the rest will take."""
         self.done += 1
-        self.known.add(cell)
-        self.bar.total -= round(self.cost[cell] * (cell.recipe.max_iters - record["steps"]))   # a diverged cell ends early
-        self.ended += self.cost[cell] * record["steps"]
-        self.bar.n = min(self.bar.total, round(self.ended))
-        ended = f"val {record['metrics']['val_loss']:.4f}" if record["metrics"] else record["status"]
-        spent = time.perf_counter() - self.start
-        left = spent * max(0.0, self.bar.total - self.ended) / (self.ended + self.elsewhere)
-        self.bar.write(f"[{self.done}/{self.cells}] {cell.arm} seed {cell.seed}: {ended}, {record['timing']['train_s']:.0f} s; "
-                       f"about {left / 60:.0f} min left", file=sys.stdout)
+        del self.left[config]
+        self.here += self.cost[config] * (record["steps"] - self.before)
+        metrics, seconds = record["metrics"], record["timing"]["train_s"]
+        result = f"val {metrics['val_loss']:.4f}" if metrics else record["status"]
+        spent = (time.perf_counter() - self.start) / 60
+        minutes = spent * sum(self.left.values()) / max(self.here + self.elsewhere, 1e-9)
+        place = f"[{self.done}/{self.cells}] {config.arm} seed {config.seed}"
+        self.bar.write(f"{place}: {result}, {seconds:.0f} s; about {minutes:.0f} min left",
+                       file=sys.stdout)
         sys.stdout.flush()
 
-    def skip(self, cell):
+    def skip(self, config):
         """Another process has computed this cell."""
-        if cell not in self.known:
-            self.known.add(cell)
-            self.bar.total -= round(self.cost[cell] * cell.recipe.max_iters)
-            self.elsewhere += self.cost[cell] * cell.recipe.max_iters
+        if config in self.left:
+            self.elsewhere += self.left.pop(config)
             self.cells -= 1
 
-    def close(self):
-        self.bar.close()
 
+def run_cells(cells, corpus, since=0.0):
+    """Compute the cells that nobody has finished or is computing. Was it asked to stop?
 
-def run_cells(cells, corpus, device, force, vocab_size):
-    """Compute the cells that nobody has finished or is computing; returns "finished", "elsewhere" or "stopped".
-
-    A cell is taken under a lock and looked for once more behind it, so that no two processes compute it; what others hold is tried
-    again after the rest. force: results from before this call do not count.
+    A cell is taken under a lock and looked for once more behind it, so that no two processes
+    compute it; what others hold is tried again after the rest. since: results from before that
+    time do not count. A file that cannot be read is named, and its cell left alone.
     """
-    begun = time.time()
-
-    def ready(cell):
-        old = force and (not cell.path.exists() or cell.path.stat().st_mtime < begun)
-        return not old and read_result(cell, corpus, device) is not None
-
-    with common.stop_requests() as stop:
-        pending = [c for c in cells if not ready(c)]
-        meter = Meter(pending, vocab_size)
-        if len(cells) > len(pending):
-            print(f"{len(cells) - len(pending)} of {len(cells)} cells are already finished", flush=True)
+    records, wrong = read_cells(cells, since)
+    for text in wrong.values():
+        print(f"error: {text}", file=sys.stderr)
+    if records:
+        print(f"{len(records)} of {len(cells)} cells are already finished", flush=True)
+    pending = [c for c in cells if c not in records and c not in wrong]
+    meter = Meter([c.config for c in pending], corpus.vocab_size)
+    with runs.stop_requests() as stop, meter.bar:
         while pending:
             busy = []
             for cell in pending:
-                with ExitStack() as stack:
-                    try:
-                        stack.enter_context(common.locked(cell.path))
-                    except common.Busy:
-                        busy.append(cell)
-                        continue
-                    if ready(cell):
-                        meter.skip(cell)
-                        continue
-                    record = train_cell(cell.recipe, cell.arm, cell.seed, corpus, device, cell.path.stem,
-                                        lambda step, loss: meter.step(cell, step, loss) or bool(stop))
-                    if record["status"] != "stopped":
-                        common.write_json(cell.path, record)
-                        for other in pending:
-                            if other is not cell and other not in meter.known and ready(other):
-                                meter.skip(other)
-                        meter.finish(cell, record)
-                if stop:
-                    meter.close()
-                    return "stopped"
+                try:
+                    run_cell(cell, corpus, since, meter, pending)
+                except runs.Busy:
+                    busy.append(cell)
+                if stop or meter.asked_to_stop:
+                    return True
             if len(busy) == len(pending):
                 break
             pending = busy
-    meter.close()
     if pending:
-        print(f"{len(pending)} cells are being computed by other processes: " + ", ".join(f"{c.arm} seed {c.seed}" for c in pending))
-    return "elsewhere" if pending else "finished"
+        names = ", ".join(f"{c.config.arm} seed {c.config.seed}" for c in pending)
+        print(f"{len(pending)} cells are being computed by other processes: {names}")
+    return False
+
+
+def run_cell(cell, corpus, since, meter, pending):
+    """Compute one of the pending cells; Busy when another process does."""
+    record = None
+    if not is_there(cell.path, since):
+        if since:
+            forget(cell, since)
+        record = train(cell.config, corpus, meter)
+    if record is None:   # another process was faster
+        meter.skip(cell.config)
+    elif record["status"] != "stopped":
+        for other in pending:
+            if other is not cell and is_there(other.path, since):
+                meter.skip(other.config)
+        meter.finish(cell.config, record)
 
 
 # ---- the table ----
 
-def separated(a, b):
-    """True when the ranges of two lists do not overlap; None with fewer than two values in either."""
-    return None if min(len(a), len(b)) < 2 else max(a) < min(b) or max(b) < min(a)
-
-
 def summarise(arms, seeds, results, ref):
-    """[row] in the order of arms from {(arm, seed): record}: params, values by seed, mean, sd (n - 1), range, and the comparison with ref.
+    """[row] in the order of arms from {(arm, seed): record}.
 
-    delta is the mean difference over the seeds that both have finished. A diverged seed is worse than any value where ranges are
-    compared. Rows of another block size than ref's are not compared.
+    A row has params, values by seed, mean, sd (n - 1), range, and the comparison with ref: delta is
+    the mean difference over the seeds that both have finished. A diverged seed is left out of means
+    and is worse than any value where ranges are compared. Rows of another block size than ref's are
+    not compared.
     """
-    rows = []
-    for arm in arms:
-        found = {s: results[arm, s] for s in seeds if (arm, s) in results}
-        values = {s: r["metrics"]["val_loss"] for s, r in found.items() if r["status"] == "finished"}
-        bpb = [b for r in found.values() if r["status"] == "finished" and (b := r["metrics"]["val_bpb"]) is not None]
-        v, any_record = list(values.values()), next(iter(found.values()), None)
-        rows.append({"arm": arm, "params": any_record and any_record["params"]["total"], "seq_len": any_record and any_record["config"]["seq_len"],
-                     "per_seed": values, "diverged": sorted(s for s, r in found.items() if r["status"] == "diverged"),
-                     "missing": [s for s in seeds if s not in found], "mean": statistics.fmean(v) if v else None,
-                     "sd": statistics.stdev(v) if len(v) > 1 else None, "min": min(v, default=None), "max": max(v, default=None),
-                     "val_bpb": statistics.fmean(bpb) if bpb else None, "delta": None, "separated": None})
+    rows = [summary_row(arm, seeds, results) for arm in arms]
     base = next((r for r in rows if r["arm"] == ref), None)
     for row in rows:
         if base and row is not base and row["seq_len"] == base["seq_len"]:
             ours, theirs = with_diverged(row), with_diverged(base)
-            pairs = [(ours[s], theirs[s]) for s in seeds if s in ours and s in theirs]
-            if both := [p for p in pairs if math.inf not in p]:
-                row["delta"] = statistics.fmean(a - b for a, b in both)
-                row["separated"] = separated(*map(list, zip(*pairs)))
+            shared = [s for s in seeds if s in ours and s in theirs]
+            finite = [s for s in shared if math.inf not in (ours[s], theirs[s])]
+            if finite:
+                row["delta"] = stats.mean([ours[s] - theirs[s] for s in finite])
+                sides = [[values[s] for s in shared] for values in (ours, theirs)]
+                row["separated"] = stats.separated(*sides)
     return rows
+
+
+def summary_row(arm, seeds, results):
+    """The row of one arm, not yet compared."""
+    found = {s: results[arm, s] for s in seeds if (arm, s) in results}
+    finished = {s: r for s, r in found.items() if r["status"] == "finished"}
+    per_seed = {s: r["metrics"]["val_loss"] for s, r in finished.items()}
+    bpb = [r["metrics"]["val_bpb"] for r in finished.values()]
+    bpb = [value for value in bpb if value is not None]
+    values, some = list(per_seed.values()), next(iter(found.values()), None)
+    return {"arm": arm, "params": some and some["params"]["total"],
+            "seq_len": some and some["config"]["seq_len"], "per_seed": per_seed,
+            "diverged": sorted(s for s in found if s not in finished),
+            "missing": [s for s in seeds if s not in found],
+            "mean": stats.mean(values) if values else None, "sd": stats.deviation(values),
+            "min": min(values, default=None), "max": max(values, default=None),
+            "val_bpb": stats.mean(bpb) if bpb else None, "delta": None, "separated": None}
 
 
 def with_diverged(row):
@@ -664,211 +699,339 @@ def with_diverged(row):
     return {**row["per_seed"], **dict.fromkeys(row["diverged"], math.inf)}
 
 
-def warnings(rows, recipe, ref):
-    """Lines about what the table does not license: unequal sizes, rate brackets whose best is at the edge, seeds without a value."""
+def warnings(rows, config, ref):
+    """Lines about what the table does not license.
+
+    Unequal sizes, seeds without a value, rate brackets whose best is at the edge.
+    """
     lines, base = [], next((r for r in rows if r["arm"] == ref), None)
     for row in rows:
-        if row["delta"] is not None and abs(row["params"] - base["params"]) > CAPACITY * base["params"]:
-            lines.append(f"capacity confound: {row['arm']} has {row['params'] / base['params'] - 1:+.1%} of {ref}'s parameters")
+        arm = row["arm"]
+        if row["delta"] is not None and stats.differ_in_size(row["params"], base["params"]):
+            change = f"{row['params'] / base['params'] - 1:+.1%}"
+            lines.append(f"capacity confound: {arm} has {change} of {ref}'s parameters")
         if row["diverged"]:
-            lines.append(f"diverged: {row['arm']}, seed {', '.join(map(str, row['diverged']))}; not in its mean, worse than any value in its range")
+            seeds = ", ".join(map(str, row["diverged"]))
+            how = "not in its mean, worse than any value in its range"
+            lines.append(f"diverged: {arm}, seed {seeds}; {how}")
         if row["missing"]:
-            lines.append(f"not finished: {row['arm']}, seed {', '.join(map(str, row['missing']))}; compared over the other seeds")
+            seeds = ", ".join(map(str, row["missing"]))
+            lines.append(f"not finished: {arm}, seed {seeds}; compared over the other seeds")
         if row["seq_len"] and base and base["seq_len"] and row["seq_len"] != base["seq_len"]:
-            lines.append(f"not compared: {row['arm']} reads rows of {row['seq_len']} tokens, {ref} of {base['seq_len']}; use --ref")
-    return lines + edges(rows, recipe)
+            how = f"reads rows of {row['seq_len']} tokens, {ref} of {base['seq_len']}"
+            lines.append(f"not compared: {arm} {how}; use --ref")
+    return lines + edges(rows, config)
 
 
-def edges(rows, recipe):
-    """A line for every bracket (configs equal but for one rate) whose best mean is at its lowest or highest rate.
-
-    A rate at which a seed diverged is worse than any other: it closes the bracket on its side.
-    """
+def edges(rows, config):
+    """A line for every bracket (configs equal but for one rate) whose best is at its edge."""
     brackets = {}
     for row in rows:
-        if not with_diverged(row):
-            continue
-        flags = dataclasses.asdict(cell_of(recipe, row["arm"]))
-        if flags["optimizer"] == "adamw":
-            flags.pop("muon_lr")
-        for key in {"muon_lr", "adamw_lr"} & flags.keys():
-            rest = json.dumps({k: v for k, v in flags.items() if k != key}, sort_keys=True)
-            brackets.setdefault((key, rest), []).append((flags[key], row))
+        mine = config_of(config, row["arm"])
+        setting = common.changed_flags(mine, naming(mine)[-1])
+        for key in ("adamw_lr", "muon_lr") if mine.optimizer == "muon" else ("adamw_lr",):
+            others = json.dumps({k: v for k, v in setting.items() if k != key}, sort_keys=True)
+            points = brackets.setdefault((key, others), {})
+            points.setdefault(getattr(mine, key), []).append(row)
     lines = []
     for (key, _), points in brackets.items():
-        shared = set.intersection(*[set(with_diverged(row)) for _, row in points])
-        scores = [statistics.fmean(v for s, v in with_diverged(row).items() if s in shared or not shared) for _, row in points]
-        rates, (rate, row) = sorted({r for r, _ in points}), points[scores.index(min(scores))]
-        if len(rates) > 1 and rate in (rates[0], rates[-1]) and min(scores) < math.inf:
-            lines.append(f"edge of bracket: {row['arm']} is best at the {'lowest' if rate == rates[0] else 'highest'} of "
-                         f"{key} {', '.join(f'{r:g}' for r in rates)}; extend it before reading a best")
+        # two names of one config are one point, under the first name
+        values = {rate: {} for rate in points}
+        for rate, same in points.items():
+            for row in same:
+                values[rate] = {**with_diverged(row), **values[rate]}
+        best = stats.edge_of(values)
+        if best is not None:
+            rates = sorted(rate for rate in values if values[rate])
+            end = "lowest" if best == rates[0] else "highest"
+            said = f"the {end} of {key} {', '.join(f'{r:g}' for r in rates)}"
+            arm = next(row["arm"] for row in points[best] if with_diverged(row))
+            lines.append(f"edge of bracket: {arm} is best at {said}; "
+                         "extend it before reading a best")
     return lines
+
+
+def shown(value, form):
+    """A number of the table, "-" for none."""
+    return "-" if value is None else format(value, form)
+
+
+TABLE = {"arm": "", "params": ",", "val loss": ".4f", "sd": ".4f", "min": ".4f", "max": ".4f",
+         "n": "", "val bpb": ".4f", "- ref": "+.4f", "separated": ""}   # column: format
 
 
 def print_table(rows, ref):
     """The arms with their means over seeds, and how they stand to ref."""
-    word = {True: "yes", False: "no", None: "-"}
-    number = lambda v, form: "-" if v is None else format(v, form)
-    print(f"{'arm':24} {'params':>11} {'val loss':>9} {'sd':>7} {'min':>8} {'max':>8} {'n':>2} {'val bpb':>8} {'- ' + ref:>12}  separated")
+    lines, verdicts = [], {True: "yes", False: "no", None: None}
     for r in rows:
-        print(f"{r['arm']:24} {number(r['params'], ','):>11} {number(r['mean'], '.4f'):>9} {number(r['sd'], '.4f'):>7} {number(r['min'], '.4f'):>8} "
-              f"{number(r['max'], '.4f'):>8} {len(r['per_seed']):2} {number(r['val_bpb'], '.4f'):>8} {number(r['delta'], '+.4f'):>12}  "
-              f"{'' if r['arm'] == ref else word[r['separated']]}")
-    print("sd: n - 1; separated: the seed ranges do not overlap (the log's rule; for paired intervals: python stats.py OUT/*.json)")
+        verdict = "" if r["arm"] == ref else verdicts[r["separated"]]
+        cells = [r["arm"], r["params"], r["mean"], r["sd"], r["min"], r["max"],
+                 len(r["per_seed"]), r["val_bpb"], r["delta"], verdict]
+        lines.append([shown(cell, form) for cell, form in zip(cells, TABLE.values())])
+    headers = [f"- {ref}" if name == "- ref" else name for name in TABLE]
+    print(as_text(headers, lines, range(1, 9)))
+    print("sd: n - 1; separated: the seed ranges do not overlap (the log's rule; "
+          "for paired intervals: python stats.py OUT/*.json)")
 
 
-def report(recipe, sweep, arms, seeds, corpus, device):
-    """Read every finished cell of the sweep, print table and warnings, write OUT/summary/<name>.json."""
-    cells, ref = make_cells(recipe, arms, seeds, sweep.out), sweep.ref if sweep.ref in arms else arms[0]
-    identity = {"recipe": dataclasses.asdict(recipe), "arms": arms, "seeds": seeds, "data_digest": corpus.digest, "ref": ref}
-    name = f"{arms[0]}{f'+{len(arms) - 1}' if len(arms) > 1 else ''}_i{recipe.max_iters}-{common.config_hash(identity)}"
-    path = Path(sweep.out) / "summary" / f"{name}.json"
-    with common.locked(path, wait=True):   # or a process that read before the last cell was there could write after the one that has it
-        results = {(c.arm, c.seed): r for c in cells if (r := read_result(c, corpus, device))}
+def conclude(config, sweep, cells):
+    """Read every finished cell, print table and warnings, write OUT/summary/<name>.json.
+
+    The script's exit code: 2 when a file could not be read.
+    """
+    arms, seeds = sweep.configs, sweep.seeds
+    ref = sweep.ref if sweep.ref in arms else arms[0]
+    identity = {"script": cells[0].identity["script"], "changed": common.changed_flags(config),
+                "arms": arms, "seeds": seeds, "ref": ref,
+                "data_digest": cells[0].identity["data_digest"]}
+    stem = "" if identity["script"] in common.OWN_SCRIPTS else f"{Path(__file__).stem}-"
+    more = f"+{len(arms) - 1}" if len(arms) > 1 else ""
+    name = f"{stem}{arms[0]}{more}_i{config.max_iters}-{common.short_hash(identity)}.json"
+    path = Path(config.out) / "summary" / name
+    # or who read before the last cell was there could write after who has it
+    with runs.locked(path, wait=True):
+        records, wrong = read_cells(cells)
+        results = {(c.config.arm, c.config.seed): record for c, record in records.items()}
         rows = summarise(arms, seeds, results, ref)
-        lines = warnings(rows, recipe, ref)
-        common.write_json(path, {"kind": "ablate summary", **identity, "rows": rows, "warnings": lines, "cells": [c.path.name for c in cells]})
+        lines = warnings(rows, config, ref)
+        lines += [f"left out: {text}" for text in wrong.values()]
+        common.write_json(path, {"kind": "ablate summary", **identity, "rows": rows,
+                                 "warnings": lines, "cells": [c.path.name for c in cells]})
     print_table(rows, ref)
     for line in lines:
         print(f"warning: {line}")
-    print(f"{path}")
+    print(path)
+    return 2 if wrong else 0
+
+
+# ---- the published log ----
+
+MAIN = "new128"   # the log's main setting: its rebuilt corpus, 2000 iterations, rows of 128 tokens
+
+
+@functools.cache
+def printed():
+    """[(config, setting, row)] of the log's losses at 3.4M parameters; they compare in a setting."""
+    found = []
+    for row in common.published("ablate")["findings"]:
+        if row.get("size") in (None, "3.4M") and "metric" not in row:
+            found.append((row.get("config", row["arm"]), row["setting"].split("-")[0], row))
+    return found
+
+
+def published(name):
+    """(setting, row) for a config from published/ablate.json, the main setting's where it has one.
+
+    row: val_loss or range (nats), finding. (None, None) where the log's table is lost. A config of
+    another name with the same flags counts too.
+    """
+    found = []
+    for i, (config, setting, _) in enumerate(printed()):
+        if CONFIGS.get(config) == CONFIGS[name]:
+            found.append((config != name, setting != MAIN, i))
+    return printed()[min(found)[-1]][1:] if found else (None, None)
+
+
+def list_configs(config, as_json=False):
+    """Print every config: its flags, its parameters and the log's validation loss.
+
+    The log's values are those of its own recipe: with other flags there are none.
+    """
+    rows, plain = [], not common.changed_flags(config)
+    modern = {setting: row["val_loss"] for name, setting, row in printed() if name == "modern"}
+    for name, flags in CONFIGS.items():
+        try:
+            params, why = count_params(config_of(config, name), config.vocab_size or 8192), None
+        except UserError as err:
+            params, why = None, str(err)
+        setting, row = published(name) if plain else (None, None)
+        rows.append({"config": name, "flags": flags, "params": params, "refused": why,
+                     "published": row and (row["val_loss"] or row["range"]),
+                     "finding": row and row["finding"], "setting": setting,
+                     "modern": modern.get(setting)})
+    if as_json:
+        return print(json.dumps(rows))
+    print(f"Values are the log's validation loss in nats. {MAIN} is its main setting; other settings "
+          "(corpus,\niterations, block size) have other levels: their modern stands beside them.\n")
+    headers = ["config", "params", MAIN, "finding", "another setting", "flags"]
+    print(as_text(headers, [list_line(row) for row in rows], (1, 2, 3)))
+
+
+def list_line(row):
+    """The cells of a line of --list: only values of the main setting stand below its modern."""
+    value, setting = row["published"], row["setting"]
+    if value is not None:
+        ends = value if isinstance(value, list) else [value]
+        value = "..".join(f"{end:.4f}" for end in ends)
+    main, other = value, None
+    if value and setting != MAIN:
+        main, other = None, f"{setting}: {value}"
+        if row["modern"]:
+            other += f" (modern {row['modern']:.4f})"
+    flags = common.show_flags(row["flags"]) or "(the defaults)"
+    if row["refused"]:
+        flags += f"  refused: {row['refused']}"
+    cells = [row["config"], row["params"], main, row["finding"], other, flags]
+    return [shown(cell, form) for cell, form in zip(cells, ("", ",", "", "", "", ""))]
 
 
 # ---- command line ----
 
-def list_configs(recipe, vocab_size, as_json=False):
-    """Print every config: what differs from modern, its parameters and, for the log's recipe, the published validation loss."""
-    rows = []
-    for name, flags in CONFIGS.items():
-        try:
-            params, why = count_params(cell_of(recipe, name), vocab_size), None
-        except UserError as err:
-            params, why = None, str(err)
-        row = published(name) if recipe == Recipe() else None   # the log's values are those of its own recipe
-        rows.append({"config": name, "flags": flags, "params": params, "refused": why, "published": row and (row.get("val_loss") or row.get("range")),
-                     "finding": row and row["finding"], "setting": row and row["setting"]})
-    if as_json:
-        return print(json.dumps(rows))
-    print(f"{'config':24} {'params':>11} {'published':>12} {'finding':>7} {'setting':12}  flags (the log's validation loss in nats; other corpora, other levels)")
-    for r in rows:
-        shown = "-" if r["published"] is None else "..".join(f"{v:.3f}" for v in r["published"]) if isinstance(r["published"], list) else f"{r['published']:.4f}"
-        print(f"{r['config']:24} {r['params'] or 0:11,} {shown:>12} {r['finding'] or '-':>7} {r['setting'] or '-':12}  "
-              f"{common.show_flags(r['flags']) or '(the defaults)'}{'  refused: ' + r['refused'] if r['refused'] else ''}")
-
-
 def parse(argv=None):
-    """(Recipe, Sweep, configs, seeds) from the command line, or None after --list."""
+    """(Config, Sweep) of a command line, or None after --list."""
     parser = common.make_parser(__doc__)
-    parser.add_argument("--configs", nargs="+", action=common._Once, metavar="CONFIG", help="configs of the sweep (default: modern); --list prints them")
-    parser.add_argument("--seeds", nargs="+", action=common._Once, metavar="SEED", type=common._number(int), help="seeds of every config (default: 0 1 2)")
-    common.add_flags(parser, Recipe)
-    common.add_flags(parser, Sweep)
-    parser.add_argument("--list", "--list_configs", "--list-configs", dest="list", action="store_true", help="print every config, its flags, parameters and published value")
+    whole = common.whole_number
+    parser.add_argument("--configs", nargs="+", action=common.Once, metavar="CONFIG",
+                        help="configs of the sweep (default: modern); --list prints them")
+    parser.add_argument("--seeds", nargs="+", action=common.Once, metavar="SEED", type=whole,
+                        help="seeds of every config (default: 0 1 2)")
+    parser.add_argument("--ref", action=common.Once, metavar="CONFIG",
+                        help="config that the others are compared with (default: modern)")
+    parser.add_argument("--shard", action=common.Once, metavar="I/N",
+                        help="compute every N-th cell, beginning with the I-th")
+    common.add_flags(parser, Config)
+    parser.add_argument("--list", "--list_configs", "--list-configs", dest="list",
+                        action="store_true",
+                        help="print every config, its flags, parameters and published value")
     parser.add_argument("--json", action="store_true", help="with --list: print JSON")
     given = vars(parser.parse_args(argv))
-    asked = set(given)
     listing, as_json = given.pop("list", False), given.pop("json", False)
-    arms, seeds = given.pop("configs", ["modern"]), given.pop("seeds", [0, 1, 2])
-    fields = {f.name for f in dataclasses.fields(Recipe)}
-    recipe = Recipe(**{k: v for k, v in given.items() if k in fields})
-    sweep = Sweep(**{k: v for k, v in given.items() if k not in fields})
-    common.check_bounds(recipe)
-    common.check_bounds(sweep)
-    if as_json and not listing:
-        raise UserError("--json goes with --list; results are always written as JSON")
+    asked = {k: given.pop(k) for k in ("configs", "seeds", "ref", "shard") if k in given}
+    config = Config(**given)
+    common.check_bounds(config)
+    recipe = {f.name for f in common.flag_fields(config) if f.metadata["names"]}
     if listing:
-        if useless := sorted({"configs", "seeds", *(f.name for f in dataclasses.fields(Sweep))} - {"vocab_size"} & asked):
+        useless = sorted({*asked, *given} - recipe - {"vocab_size"})
+        if useless:
             raise UserError(f"--list runs nothing: leave out --{useless[0]}")
-        return list_configs(recipe, sweep.vocab_size or 8192, as_json)
-    check_names(arms, seeds, sweep)
-    if "ref" in asked and sweep.ref not in arms:
-        raise UserError(f"--ref {sweep.ref} is not in the sweep; add it to --configs")
-    check_effects({k: v for k, v in given.items() if k in fields}, recipe, arms)
-    return recipe, sweep, arms, seeds
+        return list_configs(config, as_json)
+    if as_json:
+        raise UserError("--json goes with --list; results are always written as JSON")
+    if not config.out or not config.data:
+        raise UserError("an empty --out or --data would mean the current folder; write . for it")
+    sweep = read_sweep(asked)
+    check_effects({k: v for k, v in given.items() if k in recipe}, config, sweep.configs)
+    return config, sweep
 
 
-def check_names(arms, seeds, sweep):
-    """UserError for configs, seeds or folders that cannot be meant."""
+def read_sweep(asked):
+    """Sweep of what was given of its flags; UserError for what cannot be meant."""
+    arms, seeds = asked.get("configs", ["modern"]), asked.get("seeds", [0, 1, 2])
     for name in arms:
         if name not in CONFIGS:
             raise UserError(f"--configs {name} is unknown; --list prints them")
     for what, values in (("--configs", arms), ("--seeds", seeds)):
-        if twice := [str(v) for v, n in Counter(values).items() if n > 1]:
+        twice = [str(value) for value, n in Counter(values).items() if n > 1]
+        if twice:
             raise UserError(f"{what} {', '.join(twice)} is given twice; a cell runs once")
-    if bad := [s for s in seeds if not 0 <= s < 2**63]:
-        raise UserError(f"--seeds {bad[0]} is out of range; seeds go from 0 to 2^63 - 1")
-    if sweep.ref not in CONFIGS:
-        raise UserError(f"--ref {sweep.ref} is unknown; --list prints the configs")
-    if not sweep.out or not sweep.data:
-        raise UserError("an empty --out or --data would mean the current folder; write . for it")
-    read_shard(sweep.shard)
+    for seed in seeds:
+        if not 0 <= seed < 2**63:
+            raise UserError(f"--seeds {seed} is out of range; seeds go from 0 to 2^63 - 1")
+    ref = asked.get("ref", "modern")
+    if ref not in CONFIGS:
+        raise UserError(f"--ref {ref} is unknown; --list prints the configs")
+    if "ref" in asked and ref not in arms:
+        raise UserError(f"--ref {ref} is not in the sweep; add it to --configs")
+    return Sweep(arms, seeds, ref, read_shard(asked.get("shard", "1/1")))
 
 
-def check_effects(given, recipe, arms):
-    """UserError for recipe flags that would change nothing, and for combinations of flags that act outside the model."""
-    cells = {arm: cell_of(recipe, arm) for arm in arms}
-    uses = {"muon_lr": (lambda c: c.optimizer == "muon", "no config that takes it uses Muon"),
-            "oe_lr": (lambda c: c.oe_m, "no config of the sweep has hashed tables; add --oe_m")}
-    for k, v in given.items():
-        takers, (used, why) = [cell for cell in cells.values() if getattr(cell, k) == v], uses.get(k, (bool, ""))
+def read_shard(text):
+    """(i, n) of "i/n", 1 <= i <= n."""
+    found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        how = "write i/n with i from 1 to n, such as 1/4"
+        raise UserError(f"--shard {text[:40]} is no shard; {how}")
+    return int(found[1]), int(found[2])
+
+
+@contextmanager
+def about(arm):
+    """For checks of a config: a UserError names it."""
+    try:
+        yield
+    except UserError as err:
+        raise UserError(f"config {arm}: {err}") from None
+
+
+WITHOUT_EFFECT = {"muon_lr": "no config that takes it uses Muon",
+                  "oe_lr": "no config of the sweep has hashed tables; add --oe_m"}
+
+
+def check_effects(given, config, arms):
+    """UserError for recipe flags that would change nothing, and for configs that cannot be."""
+    cells = {arm: config_of(config, arm) for arm in arms}
+    for name, value in given.items():
+        takers = [cell for cell in cells.values() if getattr(cell, name) == value]
         if not takers:
-            raise UserError(f"--{k} {v} has no effect: every config of the sweep sets its own; leave it out")
-        if not any(map(used, takers)):
-            raise UserError(f"--{k} has no effect: {why}")
-        if keepers := [f"{arm} ({getattr(cell, k)})" for arm, cell in cells.items() if getattr(cell, k) != v]:
-            print(f"note: --{k} {v} does not act on {', '.join(keepers)}: a config's own flags win", file=sys.stderr)
+            why = "every config of the sweep sets its own; leave it out"
+            raise UserError(f"--{name} {value} has no effect: {why}")
+        if all(name in naming(cell)[-1] for cell in takers):
+            raise UserError(f"--{name} has no effect: {WITHOUT_EFFECT[name]}")
+        keepers = {arm: getattr(cell, name) for arm, cell in cells.items()}
+        keepers = [f"{arm} ({kept})" for arm, kept in keepers.items() if kept != value]
+        if keepers:
+            names = ", ".join(keepers)
+            print(f"note: --{name} {value} does not act on {names}: a config's own flags win",
+                  file=sys.stderr)
     for arm, cell in cells.items():
-        try:
+        with about(arm):
             common.check_bounds(cell)
-        except UserError as err:
-            raise UserError(f"config {arm}: {err}") from None
-        if (cell.warmup or 0) > cell.max_iters:
-            raise UserError(f"config {arm}: a warm-up of {cell.warmup} steps does not fit into --max_iters {cell.max_iters}")
-        if cell.per_head and cell.optimizer != "muon":
-            raise UserError(f"config {arm}: per_head is Muon's; add --optimizer muon")
-        if cell.qk_clip_tau and cell.attn != "softmax":
-            raise UserError(f"config {arm}: qk_clip_tau bounds the logits of softmax attention; {cell.attn} has none")
-        if cell.ffn == "moe" and (cell.curiosity or cell.progress):
-            raise UserError(f"config {arm}: curiosity and progress weigh tokens one by one, without the routers' balance loss; use a dense ffn")
+            check_combinations(cell)
+
+
+def check_combinations(config):
+    """UserError for flags that act outside the model and do not go together."""
+    weighed = config.curiosity or config.progress
+    too_long = f"a warm-up of {config.warmup} steps does not fit into"
+    for broken, why in (
+            ((config.warmup or 0) > config.max_iters,
+             f"{too_long} --max_iters {config.max_iters}"),
+            (config.per_head and config.optimizer != "muon",
+             "per_head is Muon's; add --optimizer muon"),
+            (config.qk_clip_tau and config.attn != "softmax",
+             f"qk_clip_tau bounds the logits of softmax attention; {config.attn} has none"),
+            (config.ffn == "moe" and weighed,
+             "curiosity and progress weigh tokens one by one, without the routers' balance loss; "
+             "use a dense ffn")):
+        if broken:
+            raise UserError(why)
 
 
 def check_cells(cells, corpus):
-    """UserError before any training: combinations the model refuses, rows longer than the data."""
-    for cell in {c.arm: c for c in cells}.values():
-        try:
-            model_config(cell.recipe, corpus.vocab_size)
-        except UserError as err:
-            raise UserError(f"config {cell.arm}: {err}") from None
-        for split, tokens in (("train", corpus.train), ("val", corpus.val)):
-            if len(tokens) < cell.recipe.seq_len + 1:
-                raise UserError(f"config {cell.arm}: rows of {cell.recipe.seq_len} tokens do not fit into the {len(tokens)} tokens of {split}; "
-                                "use more text or a smaller --seq_len")
-        if 0 < cell.recipe.eval_tokens < cell.recipe.seq_len:
-            raise UserError(f"config {cell.arm}: --eval_tokens {cell.recipe.eval_tokens} is less than one row of {cell.recipe.seq_len}")
+    """UserError before any training: models that cannot be, rows longer than the data."""
+    for cell in {c.config.arm: c.config for c in cells}.values():
+        with about(cell.arm):
+            model_config(cell, corpus.vocab_size)
+            for split, tokens in (("train", corpus.train), ("val", corpus.val)):
+                if len(tokens) < cell.seq_len + 1:
+                    raise UserError(f"rows of {cell.seq_len} tokens do not fit into the "
+                                    f"{len(tokens)} tokens of {split}; "
+                                    "use more text or a smaller --seq_len")
+            if 0 < cell.eval_tokens < cell.seq_len:
+                raise UserError(f"--eval_tokens {cell.eval_tokens} is less than one row "
+                                f"of {cell.seq_len}")
 
 
 def main(argv=None):
     parsed = parse(argv)
     if parsed is None:
         return 0
-    recipe, sweep, arms, seeds = parsed
-    if sweep.threads:
-        torch.set_num_threads(sweep.threads)
-    device = common.pick_device(sweep.device)
-    if recipe.dtype == common.dtype_name("auto", device):
-        recipe = dataclasses.replace(recipe, dtype="auto")   # one name for one computation
-    corpus = open_corpus(sweep)
-    cells = make_cells(recipe, arms, seeds, sweep.out)
+    config, sweep = parsed
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        how = "start this script several times, or use --shard"
+        raise UserError(f"WORLD_SIZE is set, but one process trains a cell; {how}")
+    device = common.pick_device(config.device)
+    if config.dtype == common.dtype_name("auto", device):
+        config = dataclasses.replace(config, dtype="auto")   # one name for one computation
+    corpus = open_corpus(config.data, config.tokenizer, config.vocab_size)
+    config = dataclasses.replace(config, vocab_size=corpus.vocab_size)
+    cells = make_cells(config, sweep, corpus)
     check_cells(cells, corpus)
-    common.make_parent(cells[0].path)
-    _env(device)
-    i, n = read_shard(sweep.shard)
-    ended = run_cells(cells[i - 1::n], corpus, device, sweep.force, corpus.vocab_size)
-    if ended == "stopped":
-        print("stopped; the same command goes on with the cells that are not finished", file=sys.stderr)
+    i, n = sweep.shard
+    if run_cells(cells[i - 1::n], corpus, time.time() if config.force else 0.0):
+        print("stopped; the same command goes on where it was", file=sys.stderr)
         return 130
-    report(recipe, sweep, arms, seeds, corpus, device)
-    return 0
+    return conclude(config, sweep, cells)
 
 
 if __name__ == "__main__":

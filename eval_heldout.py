@@ -1,9 +1,11 @@
-"""Validation and held-out bits per byte of checkpoints, on fixed windows that cover each split once.
+"""Scores and samples of checkpoints: bits per byte on val and held-out text, continuations.
 
-    python eval_heldout.py results/*.ckpt                     scores them and writes the scores into the result JSON beside each
-    python eval_heldout.py run.ckpt --sample "def main("      prints a continuation instead of scoring
+    python eval_heldout.py results/*.ckpt                     scores them, and writes the scores
+                                                              into the result JSON beside each
+    python eval_heldout.py run.ckpt --sample "def main("      prints a continuation instead
 
-The corpus is the one the checkpoint was trained on (its folder is in the checkpoint; --data names it where it has moved).
+Every token of a split is scored once. The corpus is the one that the checkpoint was trained on: its
+folder is in the checkpoint, --data names it where it has moved.
 """
 import json
 import math
@@ -15,45 +17,66 @@ from typing import Optional
 import torch
 
 import common
+from batches import DEFAULT_STORE, Store, evaluate_splits
 from common import UserError, flag
-from data import Store, encode, evaluate_splits
+from data import encode, looks_like_a_store, open_corpus
 from model import GPT, GPTConfig
 
 
 @dataclass(frozen=True)
 class Config:
     """The options of eval_heldout.py."""
-    data: str = flag("", "prepared corpus (default: the folder named in the checkpoint)")
-    batch_size: int = flag(0, "rows at once; 0 is the training run's micro-batch", low=0)
-    eval_tokens: int = flag(0, "score this many tokens of each split; 0 is all of them", low=0)
+    data: str = flag("", "prepared corpus (default: the one named in the checkpoint)")
+    batch_size: int = flag(0, "rows scored at once; 0: as many as in training", low=0)
+    eval_tokens: int = flag(0, "score this many tokens of each split; 0: all of them", low=0)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     sample: Optional[str] = flag(None, "print a continuation of this text instead of scoring; it may be empty")
-    sample_tokens: int = flag(100, "tokens of the continuation", low=1)
-    temperature: float = flag(0.8, "softmax temperature of the continuation; 0 takes the most likely token", low=0, high=1000)
+    sample_tokens: int = flag(100, "length of the continuation in tokens", low=1)
+    temperature: float = flag(0.8, "softmax temperature of the continuation; 0: the likeliest token", low=0, high=1000)
     seed: int = flag(0, "seed of the continuation", low=0, high=2**63 - 1)
-    write: bool = flag(True, "write the scores into the result JSON beside the checkpoint, unless they cover less than the ones there")
+    write: bool = flag(True, "write the scores into the result JSON beside the checkpoint, "
+                             "unless they cover less than the ones there")
 
 
-def load(path, config, device):
-    """(model, store, checkpoint) of a checkpoint file; UserError when it is damaged or its vocabulary is not the store's."""
-    saved = common.load_checkpoint(path, ("config", "model_config", "model", "data_digest", "step"))
+def load_model(path, saved, device):
+    """The model of a checkpoint's contents, ready to score; UserError when they do not fit."""
     with common.reading(path):
-        data, model = config.data or saved["config"]["data"], GPT(GPTConfig(**saved["model_config"]))
+        model = GPT(GPTConfig(**saved["model_config"]))
         model.set_dtype(saved["model"]["wte.weight"].dtype)
         model.load_state_dict(saved["model"])
-    if not config.data and not Path(data).exists():
-        raise UserError(f"{path} was trained on {data}, which is not here; name its corpus with --data")
-    store = Store(data)
-    if store.vocab_size != model.cfg.vocab_size:
-        raise UserError(f"{path} has a vocabulary of {model.cfg.vocab_size}, {store.folder} one of {store.vocab_size}; name its own corpus with --data")
-    if store.digest != saved["data_digest"]:
-        raise UserError(f"{path} was trained with another corpus or tokenizer than {store.folder}; name its own corpus with --data")
-    return model.to(device).eval(), store, saved
+    return model.to(device).eval()
+
+
+def open_own_corpus(path, saved, folder):
+    """The Store (or Corpus) that a checkpoint was trained on; UserError when it is another one.
+
+    folder: what --data says, "" for what the checkpoint says.
+    """
+    with common.reading(path):
+        trained_on, digest = saved["config"]["data"], saved["data_digest"]
+        tokenizer = saved["config"].get("tokenizer")
+        vocab_size = None if tokenizer else saved["config"].get("vocab_size")
+    if not folder and not Path(trained_on).exists():
+        how = "name its corpus with --data"
+        if trained_on == DEFAULT_STORE:
+            how += ", or prepare it here with python data.py"
+        raise UserError(f"{path} was trained on {trained_on}, which is not here; {how}")
+    if folder or looks_like_a_store(trained_on):
+        store = Store(folder or trained_on)
+    else:   # ablate.py reads text, too
+        store = open_corpus(trained_on, tokenizer, vocab_size)
+    if store.digest != digest:
+        why = f"was trained with another corpus or tokenizer than {folder or trained_on}"
+        raise UserError(f"{path} {why}; name its own with --data")
+    return store
 
 
 @torch.no_grad()
 def continuation(model, store, text, tokens, temperature, seed):
-    """Text that follows `text`, sampled token by token until a bos; the model sees the last sequence_len tokens of bos and text."""
+    """Text that follows `text`, sampled token by token until a bos.
+
+    The model sees the last sequence_len tokens of bos and text.
+    """
     gen = torch.Generator().manual_seed(seed)
     ids = [store.bos, *encode(store.tokenizer, text)]
     start = len(ids)
@@ -61,16 +84,21 @@ def continuation(model, store, text, tokens, temperature, seed):
         row = torch.tensor([ids[-model.cfg.sequence_len:]], device=model.lm_head.weight.device)
         logits = model(row)[0, -1].double().cpu()
         logits[store.bos + 1:] = -torch.inf  # the reserved ids never occur in training
-        ids.append(int(logits.argmax() if temperature == 0 else torch.multinomial(((logits - logits.max()) / temperature).softmax(0), 1, generator=gen)))
+        if temperature == 0:
+            ids.append(int(logits.argmax()))
+        else:
+            scaled = (logits - logits.max()) / temperature
+            ids.append(int(torch.multinomial(scaled.softmax(0), 1, generator=gen)))
         if ids[-1] == store.bos:  # the document ends
             break
     return store.tokenizer.decode([i for i in ids[start:] if i < store.bos])
 
 
 def write_back(path, metrics, step, whole):
-    """Merge scores into the result JSON beside the checkpoint; False where there is none, or where they would say less than those there.
+    """Merge scores into the result JSON beside the checkpoint; False where that would be wrong.
 
-    whole: they cover the whole splits. Others are written only over scores of as many tokens. UserError when the JSON is no record.
+    whole: they cover the whole splits. Others are written only over scores of as many tokens.
+    UserError when the JSON is no record.
     """
     result = Path(path).with_suffix(".json")
     if not result.exists():
@@ -78,28 +106,46 @@ def write_back(path, metrics, step, whole):
     try:
         record = json.loads(result.read_text(encoding="utf-8"))
         old, config = record["metrics"], record["config"]
-        same = all(old.get(k) == metrics[k] for k in ("val_tokens", "heldout_tokens"))
-        if record["steps"] != step or record["status"] != "finished" or not (whole or same) or not math.isfinite(metrics["val_loss"]):
+        ended_here = record["steps"] == step and record["status"] == "finished"
+        # ablate.py's loss is of other windows, and of val alone
+        same_kind = metrics.keys() <= old.keys()
+        as_many = all(old.get(k) == metrics[k] for k in ("val_tokens", "heldout_tokens"))
+        says_more = whole or as_many
+        if not (ended_here and same_kind and says_more and math.isfinite(metrics["val_loss"])):
             return False
         old.update(metrics)
-        config["eval_tokens"] = 0 if whole else config["eval_tokens"]
+        if whole:
+            config["eval_tokens"] = 0
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{result} is not a result record; move it away or pass --no-write") from None
+        how = "move it away or pass --no-write"
+        raise UserError(f"{result} is not a result record; {how}") from None
     common.write_json(result, record)
     return True
 
 
 def treat(path, config, device):
     """Score one checkpoint, or print its continuation."""
-    model, store, saved = load(path, config, device)
-    # as in training: train_oe.py keeps the tables of a bfloat16 run in bfloat16, train_wm.py all weights in float32
-    dtype = torch.bfloat16 if saved["config"].get("dtype") == "bfloat16" else model.wte.weight.dtype
+    saved = common.load_checkpoint(path, ("config", "model_config", "model", "data_digest", "step"))
+    store = open_own_corpus(path, saved, config.data)
+    model = load_model(path, saved, device)
+    # As in training: train_oe.py keeps the tables of a bfloat16 run in bfloat16, the others all
+    # weights in float32.
+    trained, dtype = saved["config"], model.wte.weight.dtype
+    if trained.get("dtype") == "bfloat16":
+        dtype = torch.bfloat16
     with common.autocast(device, dtype):
         if config.sample is not None:
-            return print(config.sample + continuation(model, store, config.sample, config.sample_tokens, config.temperature, config.seed))
-        metrics = evaluate_splits(model, store, config.batch_size or saved["config"]["batch_size"], config.eval_tokens, device)
-    note = "" if config.write and write_back(path, metrics, saved["step"], not config.eval_tokens) else "  (not written to a result)"
-    print(f"{path}: step {saved['step']}, val {metrics['val_bpb']:.6f} bpb, held-out {metrics['heldout_bpb']:.6f} bpb{note}")
+            more = continuation(model, store, config.sample, config.sample_tokens,
+                                config.temperature, config.seed)
+            return print(config.sample + more)
+        with common.reading(path):
+            rows = config.batch_size or trained.get("micro_batch") or trained["batch_size"]
+        metrics = evaluate_splits(model, store, rows, config.eval_tokens, device)
+    whole = not config.eval_tokens
+    written = config.write and write_back(path, metrics, saved["step"], whole)
+    note = "" if written else "  (not written to a result)"
+    print(f"{path}: step {saved['step']}, val {metrics['val_bpb']:.6f} bpb, "
+          f"held-out {metrics['heldout_bpb']:.6f} bpb{note}")
 
 
 def main(argv=None):
@@ -107,16 +153,16 @@ def main(argv=None):
     parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="checkpoint files")
     common.add_flags(parser, Config)
     given = vars(parser.parse_args(argv))
-    paths, config, failed = given.pop("checkpoints"), Config(**given), []
+    paths, config = given.pop("checkpoints"), Config(**given)
     common.check_bounds(config)
-    device = common.pick_device(config.device)
+    device, failed = common.pick_device(config.device), False
     for path in paths:
         try:
             treat(path, config, device)
         except UserError as err:
             if len(paths) == 1:
                 raise
-            failed.append(path)
+            failed = True
             print(f"error: {err}", file=sys.stderr)
     return 2 if failed else 0
 

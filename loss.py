@@ -1,32 +1,39 @@
-"""The loss of the head: capped logits and cross-entropy, all at once, or in chunks that never hold all logits.
+"""The loss of the head: capped logits and cross-entropy, whole or in chunks of them; its averages.
 
 Shapes: x [..., C] final states, weight [V, C], targets [...] int64 with -1 ignored.
 """
 import torch
 import torch.nn.functional as F
 
-LOSS_CHUNK_ELEMENTS = 1 << 20    # logits held at once by the chunked loss: 4 MiB in float32, which stays in a CPU's cache
+# logits held at once by the chunked loss: 4 MiB in float32, which stays in a CPU's cache
+LOSS_CHUNK_ELEMENTS = 1 << 20
+FAST, SLOW = 0.9, 0.99           # decays of the two averages of a loss (ABL 4, 5)
 
 
 def capped_logits(x, weight, softcap):
-    """softcap * tanh(x weight^T / softcap), float32 (float64 for float64 inputs). x is [..., C], weight [V, C]."""
+    """softcap * tanh(x weight^T / softcap) [..., V]; softcap 0: x weight^T.
+
+    float32, or float64 for float64 inputs.
+    """
     z = x @ weight.to(x.dtype).t()
     z = z if z.dtype == torch.float64 else z.float()
     return softcap * torch.tanh(z / softcap) if softcap else z
 
 
 def plain_loss(x, weight, targets, softcap=0.0, reduction="mean"):
-    """Cross-entropy over the vocabulary with all logits at once: the reference of chunked_loss."""
+    """Cross-entropy over the vocabulary, all logits at once: the reference of chunked_loss."""
     logits = capped_logits(x, weight, softcap)
-    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1,
+                           reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Per-token nats [N] times a per-token scale; the gradient is computed chunk by chunk in the forward pass.
+    """Per-token nats [N] times a per-token scale, in chunks, with the gradient in the forward pass.
 
-    Linear, softcap and cross-entropy are linear in the upstream gradient once the logits are known, so for one scalar loss the
-    gradients can be finished while a chunk's logits are still in cache, and scaled in backward.
+    Linear, softcap and cross-entropy are linear in the upstream gradient once the logits are known,
+    so for one scalar loss the gradients can be finished while a chunk's logits are still in cache,
+    and scaled in backward.
     """
 
     @staticmethod
@@ -48,7 +55,9 @@ class _ChunkedLoss(torch.autograd.Function):
             nats[i:i + chunk] = -logp.gather(1, picked).squeeze(1) * keep
             if not (need_x or need_w):
                 continue
-            p = logp.exp_().scatter_add_(1, picked, -torch.ones_like(picked, dtype=acc)).mul_((keep * scale[i:i + chunk]).unsqueeze(1))
+            # the slope in the logits: softmax - onehot, times the scale, 0 where ignored
+            p = logp.exp_().scatter_add_(1, picked, -torch.ones_like(picked, dtype=acc))
+            p.mul_((keep * scale[i:i + chunk]).unsqueeze(1))
             if softcap:
                 p.addcmul_(t.square_(), p, value=-1)       # times 1 - tanh^2, the slope of the cap
             p = p.to(x.dtype)
@@ -61,31 +70,52 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, up, _):
-        dx, dw = ctx.saved_tensors
-        return None if dx is None else dx * up.to(dx.dtype), None if dw is None else dw * up.to(dw.dtype), None, None, None, None
+        dx, dw = (None if z is None else z * up.to(z.dtype) for z in ctx.saved_tensors)
+        return dx, dw, None, None, None, None
 
 
 def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None, with_nats=False):
-    """Cross-entropy of capped logits that never holds more than `chunk` tokens x V logits, in training too.
+    """Cross-entropy of capped logits that never holds more than `chunk` tokens x V of them.
 
-    x [..., C], weight [V, C], targets [...] int64 with -1 ignored. reduction: mean (over the targets that count), sum, or none
-    ([...] nats, 0 where ignored). with_nats: (loss, detached nats [...]). Equal to plain_loss; a test compares values and gradients in
-    float64.
+    x [..., C], weight [V, C], targets [...] int64 with -1 ignored. reduction: mean (over the
+    targets that count), sum, or none ([...] nats, 0 where ignored). with_nats: (loss, detached nats
+    [...]). Equal to plain_loss in value and gradients, which a test compares in float64.
     """
     flat, y = x.reshape(-1, x.size(-1)), targets.reshape(-1)
     if not torch.is_grad_enabled():
-        flat, weight = flat.detach(), weight.detach()  # else the Function below would still compute their gradients
+        # else the Function above would still compute their gradients
+        flat, weight = flat.detach(), weight.detach()
     chunk = chunk or max(1, LOSS_CHUNK_ELEMENTS // weight.size(0) * (16 if x.is_cuda else 1))
     if reduction == "none" and (flat.requires_grad or weight.requires_grad):
-        # each token has its own upstream gradient, unknown until backward: recompute a chunk's logits there
-        from torch.utils.checkpoint import checkpoint
-        parts = [checkpoint(plain_loss, flat[i:i + chunk], weight, y[i:i + chunk], softcap, "none", use_reentrant=False)
-                 for i in range(0, len(flat), chunk)]
-        loss = torch.cat(parts).view(targets.shape)
+        loss = _recomputed_nats(flat, weight, y, softcap, chunk).view(targets.shape)
         return (loss, loss.detach()) if with_nats else loss
     n = (y >= 0).sum() if reduction == "mean" else torch.ones((), device=x.device)
-    scale = (1 / n.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)).expand(len(flat))
+    acc = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    scale = (1 / n.to(acc)).expand(len(flat))
     total, nats = _ChunkedLoss.apply(flat, weight, y, softcap, scale, chunk)
     nats = nats.view(targets.shape)
     loss = nats if reduction == "none" else total
     return (loss, nats.detach()) if with_nats else loss
+
+
+def _recomputed_nats(x, weight, y, softcap, chunk):
+    """Nats [N] whose backward makes the logits again, chunk by chunk.
+
+    Each token has an upstream gradient of its own, which is not known before.
+    """
+    from torch.utils.checkpoint import checkpoint
+    parts = [checkpoint(plain_loss, x[i:i + chunk], weight, y[i:i + chunk], softcap, "none",
+                        use_reentrant=False) for i in range(0, len(x), chunk)]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def update_averages_(fast, slow, mean, here, first):
+    """Move the fast and the slow running average of a loss towards `mean`, in place.
+
+    All of one shape: fast, slow, mean in one floating dtype; here (a loss was seen) and first (it
+    was the first one) boolean. Where first, both averages start at the mean.
+    """
+    for average, decay in ((fast, FAST), (slow, SLOW)):
+        moved = decay * average + (1 - decay) * mean
+        average.copy_(torch.where(first, mean, torch.where(here, moved, average)))

@@ -1,23 +1,35 @@
-"""Every update rule as a pure function, the schedules, and one optimizer class that calls them by group.
+"""Every update rule as a pure function, the schedules, and one optimizer class that calls them.
 
     rule                paper            formula
-    polar_express       Polar Express    five odd polynomials of G / (1.02 |G|_F): G -> the nearest orthogonal matrix
-    normuon_scale       NorMuon          rows (or columns, of wide matrices) divided by the root of their running mean square
+    polar_express       Polar Express    five odd polynomials of G / (1.02 |G|_F): G -> the nearest
+                                         orthogonal matrix
+    normuon_scale       NorMuon          rows (or columns, of wide matrices) divided by the root of
+                                         their running mean square
     entrywise_adamw     AdamW            m_hat / (sqrt(v_hat) + eps)
     row_isotropic_adamw WM 3.4           the same with v_hat averaged over the row
     retract_spherical_  WM 4.6           W * |W_0|_F / |W|_F after the step
-    oe_row_update       OE 2.1 A         visited rows: table -= lr * gbar / rms(gbar), gbar = grad / count; no moments, no decay
-    equilibrate         OE 2.1 B, BiEq   rows, then columns, scaled towards equal root mean square before the polar step
+    oe_row_update       OE 2.1 A         visited rows: table -= lr * gbar / rms(gbar),
+                                         gbar = grad / count; no moments, no decay
+    equilibrate         OE 2.1 B, BiEq   rows, then columns, scaled towards equal root mean square
+                                         before the polar step
     neumann_whiten      OE 2.1 B         Uc - alpha/2 Uc (Uc^T Uc) / |Uc^T Uc|_F, Uc = U - mean row
-    head_blocks         ABL 13, Kimi K3  Per-Head Muon: rows (of q, k, v) or columns (of proj) of each head are a matrix of their own
-    qk_clip_            ABL 14, Kimi K2  MuonClip: a head's rows of q and k times sqrt(tau / smax) when its largest logit smax > tau
+    head_blocks         ABL 13, Kimi K3  Per-Head Muon: rows (of q, k, v) or columns (of proj) of
+                                         each head are a matrix of their own
+    qk_clip_            ABL 14, Kimi K2  MuonClip: a head's rows of q and k times sqrt(tau / smax)
+                                         when its largest logit smax > tau
     keep_topk_          ABL 8, meProp    only the largest entries of each gradient survive
 
-Matrix functions reduce over the last two dimensions only: a batch of matrices stays a batch of separate matrices.
-A group of MuonAdamW is {"params", "kind": adamw | muon | oe, "initial_lr", ...}; set_schedule() turns step numbers into its lr,
-momentum and weight decay before every step.
+Matrix functions reduce over the last two dimensions only: a batch of matrices stays a batch of
+separate matrices. A group of MuonAdamW is {"params", "kind", "initial_lr", ...}; set_schedule()
+turns step numbers into its lr, momentum and weight decay before every step.
+
+A new rule for the layers' matrices is a function (gradient, state, group) -> direction and a row
+of KINDS: "mine": Kind(one_by_one(mine), dict(its defaults)). native_groups(matrix_kind="mine") then
+trains with it, and a script whose flag has choices=MATRIX_KINDS offers it.
 """
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -36,36 +48,49 @@ MUON_RAMP = 300        # steps over which Muon's momentum rises from 0.85 to 0.9
 TINY = 1e-30
 
 
-# ---- schedules ----
+# ---- schedules: progress in [0, 1] -> factor of the learning rate ----
+
+def trapezoid(progress):
+    """1, then a line to 0 over the last half."""
+    return min(1.0, 2 * (1 - progress))
+
+
+def cosine(progress):
+    """Half a wave from 1 to 0."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def wsd(progress):
+    """Warm-up, stable, decay: 1, then a line to 0 over the last fifth."""
+    return min(1.0, 5 * (1 - progress))
+
+
+def linear(progress):
+    """A line from 1 to 0."""
+    return 1 - progress
+
+
+SCHEDULES = {"trapezoid": trapezoid, "cosine": cosine, "wsd": wsd, "linear": linear}
+
 
 def run_progress(step, steps):
-    """Fraction of the run in [0, 1] that the schedules see: clip((step - 11) / (steps - 11), 0, 1)."""
+    """The fraction of the run that the schedules see: clip((step - 11) / (steps - 11), 0, 1)."""
     warm = WARM_STEPS if steps >= SHORT_RUN else 0
     return min(max((step - warm) / (steps - warm), 0.0), 1.0)
 
 
-def lr_multiplier(progress, kind="trapezoid"):
-    """Learning-rate factor in [0, 1]: trapezoid (1, then linear to 0 over the last half), cosine, wsd (last fifth), or linear."""
-    if kind == "trapezoid":
-        return min(1.0, 2 * (1 - progress))
-    if kind == "wsd":
-        return min(1.0, 5 * (1 - progress))
-    if kind == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    if kind == "linear":
-        return 1 - progress
-    raise UserError(f"schedule {kind!r} is unknown; choose trapezoid, cosine, wsd or linear")
+def warmup_multiplier(step, steps, warmup, schedule="cosine"):
+    """Learning-rate factor of `step` (0-based): (step + 1) / warmup, then the schedule.
 
-
-def warmup_multiplier(step, steps, warmup, kind="cosine"):
-    """Learning-rate factor of `step` (0-based): (step + 1) / warmup in the first `warmup` steps, then lr_multiplier over the rest."""
+    The schedule has the steps that the `warmup` first ones leave.
+    """
     if step < warmup:
         return (step + 1) / warmup
-    return lr_multiplier((step - warmup) / max(1, steps - warmup), kind)
+    return SCHEDULES[schedule]((step - warmup) / max(1, steps - warmup))
 
 
 def muon_momentum(step, progress, cooldown=False):
-    """0.85 -> 0.95 over the first 300 steps; with cooldown 0.95 -> 0.85 again over the last half of the run."""
+    """0.85 -> 0.95 over the first 300 steps; cooldown: 0.95 -> 0.85 over the run's last half."""
     ramp = 0.85 + 0.10 * min(step / MUON_RAMP, 1.0)
     return ramp - 0.10 * max(0.0, 2 * progress - 1) if cooldown else ramp
 
@@ -78,9 +103,10 @@ def homotopy(step, tau):
 # ---- rules ----
 
 def polar_express(G, steps=5):
-    """Approximate polar factor of G [..., m, n] (any float dtype, computed in it): singular values go to about 1.
+    """Approximate polar factor of G [..., m, n], in G's dtype: singular values go to about 1.
 
-    Each step is X <- aX + (bA + cA^2)X with A = X X^T on the smaller side, after X = G / (1.02 |G|_F + 1e-6).
+    Each step is X <- aX + (bA + cA^2)X with A = X X^T on the smaller side, after
+    X = G / (1.02 |G|_F + 1e-6).
     """
     X = G / (G.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     wide = G.size(-2) <= G.size(-1)
@@ -93,32 +119,39 @@ def polar_express(G, steps=5):
 
 
 def normuon_scale(O, v, beta2=0.95):
-    """NorMuon: (O scaled, new v). v is the running mean square of each row [..., m, 1] if m >= n, else of each column [..., 1, n].
+    """NorMuon: (O scaled, new v) of O [..., m, n].
 
+    v is the running mean square of each row [..., m, 1] if m >= n, else of each column [..., 1, n].
     Each row is divided by sqrt(v), then the whole is rescaled to the Frobenius norm of O.
     """
     dim = -1 if O.size(-2) >= O.size(-1) else -2
     square = O.to(v.dtype).square().mean(dim=dim, keepdim=True)
     v = v.lerp(square, 1 - beta2)
     scale = v.clamp_min(1e-10).rsqrt()
-    before = square.sum(dim=(-2, -1), keepdim=True).sqrt()   # |O|_F up to the factor that cancels in the ratio
+    # |O|_F up to the factor that cancels in the ratio
+    before = square.sum(dim=(-2, -1), keepdim=True).sqrt()
     after = (square * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
     return O * (scale * (before / after.clamp_min(1e-10))).to(O.dtype), v
 
 
 def equilibrate(M, alpha, passes=2):
-    """BiEq homotopy on M [..., m, n]: per pass rows, then columns, times (rms(M) / rms(row or column))^alpha.
+    """BiEq homotopy on M [..., m, n].
 
-    alpha 0 is the identity, alpha 1 with many passes makes all row and column rms equal; zero rows and columns stay zero.
+    Per pass rows, then columns, are multiplied by (rms(M) / rms(row or column))^alpha. alpha 0
+    is the identity, alpha 1 with many passes makes all row and column rms equal; zero rows and
+    columns stay zero.
     """
     if alpha == 0:
         return M
-    # the scaled matrix is r M c at every moment, so its row and column energies are products of M^2 with c^2 and r^2
+    # the scaled matrix is r M c at every moment: its row and column energies are products of M^2
+    # with c^2 and r^2
     energy = M.square()
     r, c = torch.ones_like(M[..., :1]), torch.ones_like(M[..., :1, :])
 
     def factor(line):
-        return torch.where(line > 0, (line.mean(dim=(-2, -1), keepdim=True) / line).pow(alpha / 2), 1)
+        whole = line.mean(dim=(-2, -1), keepdim=True)
+        return torch.where(line > 0, (whole / line).pow(alpha / 2), 1)
+
     for _ in range(passes):
         r = r * factor(r.square() * (energy @ c.square().mT) / M.size(-1))
         c = c * factor(c.square() * (r.square().mT @ energy) / M.size(-2))
@@ -126,16 +159,20 @@ def equilibrate(M, alpha, passes=2):
 
 
 def neumann_whiten(U, alpha):
-    """Right-projected Neumann-Gram step on U [..., rows, n]: Uc - alpha/2 Uc G / (|G|_F + 1e-30), G = Uc^T Uc, Uc = U - mean row."""
+    """Right-projected Neumann-Gram step on U [..., rows, n].
+
+    Uc - alpha/2 Uc G / (|G|_F + 1e-30) with G = Uc^T Uc, Uc = U - mean row.
+    """
     U = U - U.mean(dim=-2, keepdim=True)
     gram = U.mT @ U
     return U - (alpha / 2) * (U @ (gram / (gram.norm(dim=(-2, -1), keepdim=True) + TINY)))
 
 
 def neumann_whiten_rows(U, alpha):
-    """neumann_whiten of a matrix U [rows, n] of which many rows are zero, as in an embedding's gradient: products with the others only.
+    """neumann_whiten of U [rows, n] of which many rows are zero, as in an embedding's gradient.
 
-    With m the mean row, G = U^T U - rows m^T m, and every zero row becomes -m + alpha/2 m G / |G|_F.
+    Products take the other rows only. With m the mean row, G = U^T U - rows m^T m, and every zero
+    row becomes -m + alpha/2 m G / |G|_F.
     """
     hit = (U.abs().amax(dim=1) != 0).nonzero().squeeze(1)   # also where it is NaN
     if len(hit) > 0.5 * len(U):
@@ -148,29 +185,34 @@ def neumann_whiten_rows(U, alpha):
 
 
 def entrywise_adamw(m, v, step, beta1, beta2, eps):
-    """AdamW's direction from its moments after `step` updates: m_hat / (sqrt(v_hat) + eps), eps outside the root."""
+    """AdamW's direction from its moments after `step` updates: m_hat / (sqrt(v_hat) + eps)."""
     root = (v / (1 - beta2**step)).sqrt_().add_(eps)
     return m / root.mul_(1 - beta1**step)
 
 
 def row_isotropic_adamw(m, v, step, beta1, beta2, eps):
-    """entrywise_adamw with v averaged over the last dimension: each row is scaled as a whole (WM 3.4, `row_iso`)."""
+    """entrywise_adamw with v averaged over the last dimension, row by row (WM 3.4)."""
     return entrywise_adamw(m, v.mean(dim=-1, keepdim=True), step, beta1, beta2, eps)
 
 
-POOL = {"entrywise": entrywise_adamw, "row_iso": row_isotropic_adamw}   # (m, v, step, beta1, beta2, eps) -> direction
+# (m, v, step, beta1, beta2, eps) -> direction
+POOL = {"entrywise": entrywise_adamw, "row_iso": row_isotropic_adamw}
 
 
 @torch.no_grad()
 def retract_spherical_(W, norm0):
-    """Rescale W [..., m, n], in place, to the Frobenius norm it started with (WM 4.6); norm0 is a number or [..., 1, 1]."""
+    """Rescale W [..., m, n], in place, to the Frobenius norm it started with (WM 4.6).
+
+    norm0: a number or [..., 1, 1].
+    """
     return W.mul_(norm0 / W.norm(dim=(-2, -1), keepdim=True).clamp_min(TINY))
 
 
 def head_blocks(W, n, dim=-2):
-    """W [..., r, c] as n matrices [..., n, r', c'] (Per-Head Muon, ABL 13): blocks of rows for dim -2, of columns for dim -1.
+    """W [..., r, c] as n matrices [..., n, r', c'] (Per-Head Muon, ABL 13).
 
-    W holds the heads one after another, as q, k and v do in their rows and proj in its columns. join_heads() is the inverse.
+    dim -2: blocks of rows, -1: of columns. W holds the heads one after another, as q, k and v do in
+    their rows and proj in its columns. join_heads() is the inverse.
     """
     if dim == -2:
         return W.unflatten(-2, (n, -1))
@@ -184,33 +226,41 @@ def join_heads(blocks, dim=-2):
 
 @torch.no_grad()
 def qk_clip_(wq, wk, smax, tau):
-    """MuonClip (ABL 14): of every head whose largest logit smax [H] exceeds tau, the rows of wq and wk times sqrt(tau / smax), in place.
+    """MuonClip (ABL 14), in place: where smax > tau, a head's rows times sqrt(tau / smax).
 
-    wq, wk [H * D, C], or biases [H * D]. The head's logits on the same input then reach tau. Where no head exceeds it nothing is written.
+    smax [H]: each head's largest logit. wq, wk [H * D, C], or biases [H * D]. The head's logits on
+    the same input then reach tau. Where no head exceeds it nothing is written.
     """
-    if bool((smax > tau).any()):
-        scale = torch.where(smax > tau, (tau / smax.clamp_min(TINY)).sqrt(), 1)
-        for w in (wq, wk):
-            w.copy_((w.unflatten(0, (len(scale), -1)) * scale.to(w.dtype).view(-1, *[1] * w.ndim)).flatten(0, 1))
+    if not bool((smax > tau).any()):
+        return
+    scale = torch.where(smax > tau, (tau / smax.clamp_min(TINY)).sqrt(), 1)
+    for w in (wq, wk):
+        heads = w.unflatten(0, (len(scale), -1))
+        w.copy_((heads * scale.to(w.dtype).view(-1, *[1] * w.ndim)).flatten(0, 1))
 
 
 @torch.no_grad()
 def keep_topk_(grads, fraction):
-    """meProp (ABL 8): in each tensor the ceil(fraction * n) entries of largest magnitude stay and the rest become 0, in place; 1 keeps all."""
+    """meProp (ABL 8): in each tensor all but the largest entries become 0, in place.
+
+    ceil(fraction * n) of n entries stay, by magnitude; 1 keeps all.
+    """
     if fraction >= 1:
         return
     for g in grads:
         flat = g.flatten()
-        kept = flat.abs().topk(max(1, math.ceil(round(fraction * len(flat), 6))), sorted=False).indices   # 0.07 * 100 is 7.000000000000001
+        n = math.ceil(round(fraction * len(flat), 6))   # 0.07 * 100 is 7.000000000000001
+        kept = flat.abs().topk(max(1, n), sorted=False).indices
         g.copy_(torch.zeros_like(flat).index_copy_(0, kept, flat[kept]).view_as(g))
 
 
 def oe_row_update(table, grad, count, lr, whiten=0.0):
-    """Moment-free update of the visited rows of a hashed table, in place; count is set to 0; returns the visited rows (int64).
+    """Moment-free update of a hashed table's visited rows, in place; returns those rows (int64).
 
-    table, grad [rows, n]; count [rows] float32, visits since the last update. gbar = grad / count row by row; table -= lr * gbar /
-    max(rms of gbar over all visited entries, 1e-30). whiten > 0 applies the Neumann step of that strength to gbar first (the
-    paper's Table-Neumann control). Rows with count 0 keep every bit.
+    table, grad [rows, n]; count [rows] float32, visits since the last update, which is set to 0.
+    gbar = grad / count row by row; table -= lr * gbar / max(rms of gbar over all visited entries,
+    1e-30). whiten > 0 applies the Neumann step of that strength to gbar first (the paper's
+    Table-Neumann control). Rows with count 0 keep every bit.
     """
     rows = count.nonzero().squeeze(1)
     if len(rows):
@@ -223,27 +273,139 @@ def oe_row_update(table, grad, count, lr, whiten=0.0):
     return rows
 
 
+# ---- kinds of groups ----
+
+@dataclass(frozen=True)
+class Kind:
+    """How the groups of one kind are updated: a row of KINDS.
+
+    update(optimizer, params, group) changes the params, all of which have gradients, in place.
+    defaults: what a group of the kind has where it says nothing. dims: the least and the most
+    dimensions that a parameter may have.
+    """
+    update: Callable
+    defaults: dict
+    dims: tuple = (0, math.inf)
+
+
+def one_by_one(rule):
+    """The update that gives every parameter W the direction rule(gradient, state, group).
+
+    W <- (1 - lr * weight_decay) W - lr * direction. float32_state: a bfloat16 W has a master copy
+    in float32, and gradient and state are float32 as well.
+    """
+    def update(optimizer, params, group):
+        for p in params:
+            state = optimizer.state[p]
+            wide = group["float32_state"] and p.dtype == torch.bfloat16
+            if wide and "master" not in state:
+                state["master"] = p.float()
+            weight = state["master"] if wide else p
+            direction = rule(p.grad.to(weight.dtype), state, group)
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(direction, alpha=-group["lr"])
+            if wide:
+                p.copy_(weight)
+    return update
+
+
+def adamw(gradient, state, group):
+    """AdamW's direction after `gradient`, which moves the moments in `state`."""
+    if "step" not in state:
+        state["step"] = 0
+        state["exp_avg"] = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+        state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+    if group["neumann"] and gradient.ndim == 2:
+        gradient = neumann_whiten_rows(gradient, group["neumann"])
+    (beta1, beta2), m, v = group["betas"], state["exp_avg"], state["exp_avg_sq"]
+    state["step"] += 1
+    m.lerp_(gradient, 1 - beta1)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    return POOL[group["pool"]](m, v, state["step"], beta1, beta2, group["eps"])
+
+
+def muon(optimizer, params, group):
+    """Muon of matrices; those of one shape share each matrix product."""
+    shapes = {}
+    for p in params:
+        shapes.setdefault(p.shape, []).append(p)
+    for same in shapes.values():
+        _muon_of_one_shape(optimizer, same, group)
+
+
+def _muon_of_one_shape(optimizer, params, group):
+    states = [optimizer.state[p] for p in params]
+    for p, state in zip(params, states):
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        if group["normuon"] and "second_moment" not in state:
+            *lead, rows, cols = p.shape
+            line = (rows, 1) if rows >= cols else (1, cols)
+            state["second_moment"] = p.new_zeros(*lead, *line)
+    grads, buffers = [p.grad for p in params], [state["momentum_buffer"] for state in states]
+    torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+    # Nesterov's momentum: [K, ..., rows, cols]
+    u = torch.stack(grads).lerp_(torch.stack(buffers), group["momentum"])
+    blocks = head_blocks(u, group["heads"], group["head_axis"])   # [K, ..., heads, rows', cols']
+    flat = equilibrate(blocks.flatten(0, -3), group["equilibrate"])
+    flat = optimizer._share(polar_express, flat.to(group["polar_dtype"]))
+    u = join_heads(flat.view(blocks.shape), group["head_axis"])
+    if group["normuon"]:
+        moments = torch.stack([state["second_moment"] for state in states])
+        u, moments = normuon_scale(u, moments, group["beta2"])
+        for state, moment in zip(states, moments):
+            state["second_moment"].copy_(moment)
+    lr = group["lr"] * max(1.0, blocks.size(-2) / blocks.size(-1)) ** 0.5
+    for p, direction in zip(params, u.to(params[0].dtype)):
+        if group["weight_decay"]:   # cautious: only where it agrees with the update
+            direction = direction + group["weight_decay"] * p * (direction * p >= 0)
+        p.add_(direction, alpha=-lr)
+
+
+def oe_rows(optimizer, params, group):
+    """oe_row_update of hashed tables, whose gradients model.oe_lookup gathers by row."""
+    for p in params:
+        p.visited = oe_row_update(p, p.grad, p.visits, group["lr"], group["neumann"])
+
+
+COMMON = dict(kind="adamw", lr=0.0, initial_lr=0.0, weight_decay=0.0, initial_decay=0.0,
+              float32_state=False)
+KINDS = {
+    # neumann: whiten the gradients of matrices. pool: a key of POOL
+    "adamw": Kind(
+        one_by_one(adamw),
+        dict(betas=(0.8, 0.95), eps=1e-10, neumann=0.0, pool="entrywise")),
+    # leading dimensions are separate matrices. heads, head_axis: so are the blocks of head_blocks()
+    "muon": Kind(
+        muon,
+        dict(momentum=0.95, beta2=0.95, equilibrate=0.0, polar_dtype=torch.float32, normuon=True,
+             heads=1, head_axis=-2),
+        dims=(2, math.inf)),
+    "oe": Kind(oe_rows, dict(neumann=0.0), dims=(2, 2)),
+}
+MATRIX_KINDS = tuple(kind for kind in KINDS if kind != "oe")   # what the layers' matrices can have
+
+
 # ---- the optimizer ----
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Groups of kind adamw, muon or oe; see native_groups() for the OE paper's recipe.
+    """Updates every group by the row of KINDS that it names; see native_groups() for a recipe.
 
-    adamw: lr, betas, eps, weight_decay; neumann: whiten 2-D gradients; float32_state: keep moments and a master copy of bfloat16
-    parameters in float32; pool: entrywise | row_iso. muon: lr, momentum, beta2, weight_decay (cautious: only where it agrees with the update), equilibrate,
-    polar_dtype, normuon; heads, head_axis: orthogonalise the blocks of head_blocks(). Leading dimensions of a muon parameter are separate
-    matrices. oe: lr, neumann. p.grad is never overwritten by step(); zero_grad() clears only visited rows of hashed tables.
+    KeyError for an unknown kind, ValueError for parameters that its kind cannot update. p.grad is
+    never overwritten by step(); zero_grad() clears only visited rows of hashed tables. rank, world:
+    this process among those that train together.
     """
 
     def __init__(self, groups, rank=0, world=1):
         self.rank, self.world = rank, world
-        defaults = dict(kind="adamw", lr=0.0, initial_lr=0.0, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, initial_decay=0.0,
-                        momentum=0.95, beta2=0.95, equilibrate=0.0, neumann=0.0, polar_dtype=torch.float32, float32_state=False,
-                        pool="entrywise", normuon=True, heads=1, head_axis=-2)
-        super().__init__(groups, defaults)
+        defaults = COMMON
+        for kind in KINDS.values():
+            defaults = {**kind.defaults, **defaults}
+        own = [KINDS[group.get("kind", COMMON["kind"])].defaults for group in groups]
+        super().__init__([{**kind, **group} for kind, group in zip(own, groups)], defaults)
         for group in self.param_groups:
-            if group["kind"] not in ("adamw", "muon", "oe"):
-                raise KeyError(group["kind"])
-            if group["kind"] != "adamw" and any(p.ndim < 2 or p.ndim > 2 and group["kind"] == "oe" for p in group["params"]):
+            least, most = KINDS[group["kind"]].dims
+            if not all(least <= p.ndim <= most for p in group["params"]):
                 raise ValueError(f"kind {group['kind']} takes matrices only")
 
     @torch.no_grad()
@@ -253,67 +415,10 @@ class MuonAdamW(torch.optim.Optimizer):
             raise ValueError("MuonAdamW takes no closure")
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if group["kind"] == "adamw":
-                for p in params:
-                    self._adamw(p, group)
-            elif group["kind"] == "oe":
-                for p in params:
-                    p.visited = oe_row_update(p, p.grad, p.visits, group["lr"], group["neumann"])
-            else:
-                shapes = {}  # matrices of one shape share each matrix product
-                for p in params:
-                    shapes.setdefault(p.shape, []).append(p)
-                for same in shapes.values():
-                    self._muon(same, group)
-
-    def _adamw(self, p, group):
-        s, (beta1, beta2) = self.state[p], group["betas"]
-        wide = group["float32_state"] and p.dtype == torch.bfloat16
-        if not s:
-            s["step"] = 0
-            s["exp_avg"] = torch.zeros_like(p, dtype=torch.float32 if wide else p.dtype)
-            s["exp_avg_sq"] = torch.zeros_like(s["exp_avg"])
-            if wide:
-                s["master"] = p.float()
-        s["step"] += 1
-        weight = s["master"] if wide else p
-        g = p.grad.to(weight.dtype)
-        if group["neumann"] and p.ndim == 2:
-            g = neumann_whiten_rows(g, group["neumann"])
-        s["exp_avg"].lerp_(g, 1 - beta1)
-        s["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(POOL[group["pool"]](s["exp_avg"], s["exp_avg_sq"], s["step"], beta1, beta2, group["eps"]), alpha=-group["lr"])
-        if wide:
-            p.copy_(weight)
-
-    def _muon(self, params, group):
-        rows, cols = params[0].shape[-2:]
-        for p in params:
-            if not (s := self.state[p]):
-                s["momentum_buffer"] = torch.zeros_like(p)
-                if group["normuon"]:
-                    shape = (*p.shape[:-2], rows, 1) if rows >= cols else (*p.shape[:-2], 1, cols)
-                    s["second_moment"] = torch.zeros(shape, dtype=p.dtype, device=p.device)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_lerp_(buffers, [p.grad for p in params], 1 - group["momentum"])
-        u = torch.stack([p.grad for p in params]).lerp_(torch.stack(buffers), group["momentum"])    # Nesterov: [K, ..., rows, cols]
-        blocks = head_blocks(u, group["heads"], group["head_axis"])                                 # [K, ..., heads, rows', cols']
-        flat = equilibrate(blocks.flatten(0, -3), group["equilibrate"])
-        flat = self._share(polar_express, flat.to(group["polar_dtype"]))
-        u = join_heads(flat.view(blocks.shape), group["head_axis"])
-        if group["normuon"]:
-            u, v = normuon_scale(u, torch.stack([self.state[p]["second_moment"] for p in params]), group["beta2"])
-            for p, moment in zip(params, v):
-                self.state[p]["second_moment"].copy_(moment)
-        lr = group["lr"] * max(1.0, blocks.size(-2) / blocks.size(-1)) ** 0.5
-        for p, direction in zip(params, u.to(params[0].dtype)):
-            if group["weight_decay"]:
-                direction = direction + group["weight_decay"] * p * (direction * p >= 0)
-            p.add_(direction, alpha=-lr)
+            KINDS[group["kind"]].update(self, params, group)
 
     def _share(self, f, stack):
-        """f of a stack [K, rows, cols] of matrices, each rank computing its share; K need not be a multiple of the ranks."""
+        """f of a stack [K, rows, cols] of matrices, each rank computing its share of any K."""
         if self.world == 1:
             return f(stack)
         import torch.distributed as dist
@@ -327,7 +432,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self):
-        """Average gradients over the ranks; of hashed tables sum the visits and average the rows that any rank visited."""
+        """Average gradients over the ranks.
+
+        Of hashed tables the visits are summed, and the rows averaged that any rank visited.
+        """
         if self.world == 1:
             return
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -342,20 +450,22 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_div_(dense, self.world)
 
     def zero_grad(self, set_to_none=True):
-        """Drop gradients; of hashed tables clear only the rows visited, so that the cost follows the batch and not the table."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if group["kind"] != "oe":
-                    p.grad = None
-                elif p.grad is not None:
-                    for rows in (getattr(p, "visited", None), p.visits.nonzero().squeeze(1)):
-                        if rows is not None:
-                            p.grad.index_fill_(0, rows, 0)
-                    p.visited = None
-                    p.visits.zero_()
+        """Drop gradients; of hashed tables clear only the rows visited.
+
+        So the cost follows the batch and not the table.
+        """
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if not hasattr(p, "visits"):
+                p.grad = None
+            elif p.grad is not None:
+                for rows in (getattr(p, "visited", None), p.visits.nonzero().squeeze(1)):
+                    if rows is not None:
+                        p.grad.index_fill_(0, rows, 0)
+                p.visited = None
+                p.visits.zero_()
 
     def load_state_dict(self, state_dict):
-        """As in torch, but moments keep the dtype they were saved in (torch would cast them to the parameter's)."""
+        """As in torch, but moments keep the dtype they were saved in, not the parameter's."""
         super().load_state_dict(state_dict)
         params = [p for group in self.param_groups for p in group["params"]]
         for i, saved in state_dict["state"].items():
@@ -364,57 +474,68 @@ class MuonAdamW(torch.optim.Optimizer):
                     self.state[params[i]][key] = value.to(params[i].device, copy=True)
 
 
-def set_schedule(optimizer, step, steps, *, schedule="trapezoid", momentum_cooldown=False, cosine_decay=False, lr_scale=1.0, decay_scale=1.0):
-    """Set every group's lr, momentum, weight decay and homotopies for `step` of `steps` (0-based); returns the lr multiplier.
+def set_schedule(optimizer, step, steps, *, schedule="trapezoid", momentum_cooldown=False,
+                 cosine_decay=False, lr_scale=1.0, decay_scale=1.0):
+    """Set every group's lr, momentum, weight decay and homotopies for `step` of `steps` (0-based).
 
-    Groups marked equilibrate_tau / neumann_tau get alpha = min(step / tau, 1)^2. Momentum follows the unscaled schedule.
+    Returns the lr multiplier. Groups with an equilibrate_tau or neumann_tau get
+    alpha = min(step / tau, 1)^2. Momentum follows the unscaled schedule.
     """
     progress = run_progress(step, steps)
-    multiplier = lr_multiplier(progress, schedule)
-    decay = lr_multiplier(progress, "cosine" if cosine_decay else "linear") * decay_scale
+    multiplier = SCHEDULES[schedule](progress)
+    decay = (cosine(progress) if cosine_decay else linear(progress)) * decay_scale
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier * lr_scale
         group["weight_decay"] = group["initial_decay"] * decay
         group["momentum"] = muon_momentum(step, progress, momentum_cooldown)
-        group["equilibrate"] = homotopy(step, group["equilibrate_tau"]) if group.get("equilibrate_tau") else 0.0
-        group["neumann"] = homotopy(step, group["neumann_tau"]) if group.get("neumann_tau") else 0.0
+        for name in ("equilibrate", "neumann"):
+            tau = group.get(name + "_tau")
+            group[name] = homotopy(step, tau) if tau else 0.0
     return multiplier
 
 
-# The OE paper's 0-parameter optimizer package (tier 1): arguments of native_groups() and set_schedule()
+# The OE paper's 0-parameter optimizer package (tier 1), of native_groups() and set_schedule()
 PACKAGE = dict(equilibrate_tau=25, neumann_tau=80, float32_state=True, float32_polar=True)
 PACKAGE_SCHEDULE = dict(momentum_cooldown=True, cosine_decay=True)
 
 
-def native_groups(roles, width, *, head_lr=0.004, embed_lr=0.6, muon_lr=0.04, resid_lr=0.005, x0_lr=0.5, q_lr=0.005, oe_lr=None,
-                  weight_decay=0.2, dtype=torch.float32, equilibrate_tau=0, neumann_tau=0, table_neumann_tau=0, float32_state=False,
-                  float32_polar=False):
-    """Parameter groups of the OE paper's native recipe from GPT.roles(); every parameter lands in exactly one group.
+def native_groups(roles, width, *, matrix_kind="muon", head_lr=0.004, embed_lr=0.6, muon_lr=0.04,
+                  resid_lr=0.005, x0_lr=0.5, q_lr=0.005, oe_lr=None, weight_decay=0.2,
+                  dtype=torch.float32, equilibrate_tau=0, neumann_tau=0, table_neumann_tau=0,
+                  float32_state=False, float32_polar=False):
+    """Parameter groups of the OE paper's native recipe from GPT.roles(); each parameter is in one.
 
-    The rates of head, embeddings and tables scale by (width / 768)^-1/2; oe_lr None means embed_lr. weight_decay is Muon's. The polar
-    step runs in `dtype` (the run's), with float32_polar in float32 at least. The taus and float32 switches are the package's: see
-    PACKAGE; table_neumann_tau is the Table-Neumann control.
+    The rates of head, embeddings and tables scale by (width / 768)^-1/2; oe_lr None means embed_lr.
+    muon_lr and weight_decay are of the layers' matrices, also under another of MATRIX_KINDS
+    (UserError for any other). The polar step runs in `dtype` (the run's), with float32_polar in
+    float32 at least. The taus and float32 switches are the package's: see PACKAGE;
+    table_neumann_tau is the Table-Neumann control.
     """
+    if matrix_kind not in MATRIX_KINDS:
+        raise UserError(f"kind {matrix_kind!r} is none of {', '.join(MATRIX_KINDS)}")
     by_role = {}
     for _, role, p in roles:
         by_role.setdefault(role, []).append(p)
     scale = (width / 768) ** -0.5
     oe_lr = embed_lr if oe_lr is None else oe_lr
-    adamw = dict(kind="adamw", betas=(0.8, 0.95))
-    embed = dict(adamw, initial_lr=embed_lr * scale, neumann_tau=neumann_tau, float32_state=float32_state)
+    polar_dtype = torch.float32 if float32_polar and dtype == torch.bfloat16 else dtype
+    embed = dict(kind="adamw", initial_lr=embed_lr * scale, neumann_tau=neumann_tau,
+                 float32_state=float32_state)
     x0 = dict(kind="adamw", initial_lr=x0_lr, betas=(0.96, 0.95))
     recipe = {
-        "lm_head": dict(adamw, initial_lr=head_lr * scale, neumann_tau=neumann_tau),
+        "lm_head": dict(kind="adamw", initial_lr=head_lr * scale, neumann_tau=neumann_tau),
         "wte": embed, "value_embeds": embed,
-        "resid_lambdas": dict(adamw, initial_lr=resid_lr),
+        "resid_lambdas": dict(kind="adamw", initial_lr=resid_lr),
         "x0_lambdas": x0, "wte_lambdas": x0, "out_lambdas": x0,
-        "q_log": dict(adamw, initial_lr=q_lr),
-        "vector": dict(adamw, initial_lr=resid_lr), "wpe": dict(adamw, initial_lr=head_lr * scale),    # of ablated parts; the backbone has none
-        "matrix": dict(kind="muon", initial_lr=muon_lr, initial_decay=weight_decay, equilibrate_tau=equilibrate_tau,
-                       polar_dtype=torch.float32 if float32_polar and dtype == torch.bfloat16 else dtype),
+        "q_log": dict(kind="adamw", initial_lr=q_lr),
+        "matrix": dict(kind=matrix_kind, initial_lr=muon_lr, initial_decay=weight_decay,
+                       equilibrate_tau=equilibrate_tau, polar_dtype=polar_dtype),
         "oe": dict(kind="oe", initial_lr=oe_lr * scale, neumann_tau=table_neumann_tau),
+        # of ablated parts; the backbone has none
+        "vector": dict(kind="adamw", initial_lr=resid_lr),
+        "wpe": dict(kind="adamw", initial_lr=head_lr * scale),
     }
-    return [dict(recipe[role], role=role, params=params, lr=0.0) for role, params in by_role.items()]
+    return [dict(recipe[role], role=role, params=params) for role, params in by_role.items()]
 
 
 # ---- step-0 controls (OE 4.5) ----
@@ -433,7 +554,7 @@ STEP0 = {  # mode -> (roles it acts on, what of their first step survives)
 
 @torch.no_grad()
 def first_step(optimizer, roles, mode):
-    """optimizer.step() at step 0, after which only what STEP0[mode] names survives for the scalars it names."""
+    """optimizer.step() at step 0, of which only what STEP0[mode] names survives in its scalars."""
     chosen, kept = STEP0[mode]
     params = [p for _, role, p in roles if role in chosen]
     before = [p.clone() for p in params]

@@ -1,69 +1,78 @@
-"""Pretraining without a backward pass: delayed Weight Maximization, its comparators, and exact backprop on the same weights.
+"""Pretraining without a backward pass: delayed Weight Maximization, and what it is compared with.
 
-    python train_wm.py --data stores/books-8192 --seed 46                       the co-designed 4-matrix arm at d6 (hours on a laptop)
-    python train_wm.py --width 256 --active qk --probes 2 --seed 46             all six matrices, two probes for q and k
-    python train_wm.py --method backprop --seed 46                              the exact gradient of the same weights, same optimizer
-    python train_wm.py --arm wm_G64_codesigned_opt_triton                       an arm of the paper; explicit flags win over the arm's
-    python train_wm.py --list_arms                                              every tabulated arm, its flags and its published result
+    python train_wm.py --data stores/books-8192 --seed 46    co-designed 4-matrix arm at depth 6
+    python train_wm.py --width 256 --active qk --probes 2    all six matrices, two probes of q and k
+    python train_wm.py --method backprop --seed 46           exact gradient of the same weights
+    python train_wm.py --arm wm_G64_codesigned_opt_triton    an arm of the paper; flags given win
+    python train_wm.py --list_arms                           every arm with its published result
+    torchrun --nproc_per_node 2 train_wm.py --seed 46        the same run, its rows split
 
-A new arm: pass flags, or copy this file and edit it; the rule itself is in wm.py. Each run writes OUT/<run>.json and OUT/<run>.ckpt,
-where <run> is <arm>_d<depth>_seed<seed>, plus 8 hex digits when a flag that matters differs from the arm's.
+A new arm: pass flags, add a row to ARMS, or copy this file and edit train(); the rule itself is in
+wm.py, its timing in wm_pipeline.py. Each run writes OUT/<run>.json and OUT/<run>.ckpt; <run> begins
+with the arm (a copy's with the copy's name), ends with the seed, and says between them what differs
+from the arm.
 """
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 
 import torch
 
 import common
 import runs
+from batches import DEFAULT_STORE, BestFitBatches, evaluate_splits
 from common import UserError, flag
-from data import DEFAULT_STORE, BestFitBatches, open_store
 from model import GPT, GPTConfig
-from wm import Pipeline, Rule
+from wm import METHODS, Rule, set_rates
 from wm_kernels import choose_impl
-
+from wm_pipeline import Pipeline, forward
 
 
 @dataclass(frozen=True)
 class Config(Rule):
-    """All flags of train_wm.py: the rule's (wm.Rule) and the run's; the defaults are the co-designed 4-matrix arm in regime d6."""
-    arm: str = flag("", "a named arm; its flags apply first (default: the arm that the other flags describe)")
-    regime: str = flag("d6", "the paper's two settings: d6, or native (8 layers, 2048-token rows, 16 micro-batches of 4)",
-                       choices=("d6", "native"))
+    """The rule's flags (wm.Rule) and the run's; the defaults are the co-designed arm at depth 6."""
+    arm: str = flag("", "named arm; its flags apply first (default: the one that the flags describe)", names=False)
+    regime: str = flag("d6", "setting of the paper: d6, or native (8 layers, rows of 2048 tokens, 64 in a step)",
+                       choices=("d6", "native"), names=False)
     depth: int = flag(6, "layers", low=1, high=1000)
     head_dim: int = flag(64, "channels of an attention head", low=2, high=4096)
-    width: int = flag(0, "channels of the residual stream (the paper: 256 to 768); 0 is 64 x depth", low=0, high=2**20)
+    width: int = flag(0, "channels of the residual stream (the paper: 256 to 768); 0: 64 x depth, in whole heads",
+                      low=0, high=2**20)
     window_pattern: str = flag("L", "per layer, repeated: L sees the whole row, S half of it (the paper's runs: L)")
-    data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing")
+    data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing", names=False)
     seq_len: int = flag(256, "tokens in a row", low=1, high=2**20)
-    batch_size: int = flag(8, "rows in a micro-batch", low=1, high=2**20)
-    accum: int = flag(1, "micro-batches in a step", low=1, high=10**6)
+    batch_size: int = flag(8, "rows of an optimizer step", low=1, high=2**30)
+    micro_batch: int = flag(0, "rows taken at once; 0: all. Streams and probes are counted within them, so it is part "
+                               "of what a run is", low=0, high=2**20)
     steps: int = flag(360, "optimizer steps", low=1, high=10**9)
-    seed: int = flag(46, "seed of the weights and probes", low=0, high=2**63 - 1)
+    seed: int = flag(46, "seed of the weights and probes", low=0, high=2**63 - 1, names=False)
     data_seed: int = flag(0, "seed of the data order", low=0, high=2**63 - 1)
-    eval_tokens: int = flag(262_144, "evaluate on this many tokens of each split; 0 is all of them", low=0, high=2**53)
-    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    eval_tokens: int = flag(262_144, "tokens of each split to score; 0: all of them", low=0, high=2**53)
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps", names=False)
     dtype: str = flag("float32", "precision of the forward pass; probes and credit are float32 at least",
                       choices=("float32", "bfloat16", "float64"))
-    threads: int = flag(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
-    out: str = flag("results", "folder of results and checkpoints")
-    save_every: int = flag(100, "steps between checkpoints; 0 writes the last one only", low=0, high=10**9)
-    resume: bool = flag(False, "continue the run's checkpoint, bit for bit; starts anew where there is none")
-    force: bool = flag(False, "overwrite an existing result or checkpoint")
+    threads: int = flag(0, "CPU threads; 0: torch's own choice", low=0, high=1024, names=False)
+    out: str = flag("results", "folder of results and checkpoints", names=False)
+    save_every: int = flag(100, "steps between checkpoints; 0: only after the last one", low=0, high=10**9, names=False)
+    resume: bool = flag(False, "continue the run's checkpoint, bit for bit; start anew where there is none",
+                        names=False)
+    force: bool = flag(False, "overwrite an existing result or checkpoint", names=False)
 
 
 REGIMES = {
     "d6": {},
-    "native": dict(depth=8, head_dim=128, seq_len=2048, batch_size=4, accum=16, steps=100, wte_lr=0.015, ve_lr=0.015, wte_route="head",
-                   lm_beta1=0.5, lm_eps=1e-8, q_lr=0.068, lrm_min=0.5, adamw_anneal=False, packets="host", packet_dtype="bfloat16"),
+    "native": dict(depth=8, head_dim=128, seq_len=2048, batch_size=64, micro_batch=4, steps=100,
+                   wte_lr=0.015, ve_lr=0.015, wte_route="head", lm_beta1=0.5, lm_eps=1e-8,
+                   q_lr=0.068, lrm_min=0.5, adamw_anneal=False, packets="host",
+                   packet_dtype="bfloat16"),
 }
-# The paper prints these optimizers in part only; rates it does not print are the defaults of wm.Rule (AdamW on hidden matrices: 0.001)
+# The paper prints these optimizers in part; rates it does not print are the defaults of wm.Rule
+# (AdamW on hidden matrices: 0.001)
 PAPER20 = dict(wte_lr=0.004, ve_lr=0.004, lrm_min=1.0)
 HEAD = dict(lm_beta1=0.5, lm_eps=1e-8)
 ADAMW = dict(PAPER20, **HEAD, hidden_opt="adamw", hidden_lr=0.001)
-CELLS = {"b05_eps1e8": dict(HEAD), "b09_eps1e8": dict(lm_beta1=0.9, lm_eps=1e-8), "b05_eps1e4": dict(lm_beta1=0.5, lm_eps=1e-4),
+CELLS = {"b05_eps1e8": HEAD, "b09_eps1e8": dict(lm_beta1=0.9, lm_eps=1e-8),
+         "b05_eps1e4": dict(lm_beta1=0.5, lm_eps=1e-4),
          "b09_eps1e4": dict(lm_beta1=0.9, lm_eps=1e-4)}
 POOLS = {"entrywise": {}, "row_iso": dict(lm_pool="row_iso")}
 COUPLED = dict(active="qk", qk_probe="coupled")
@@ -76,7 +85,9 @@ EXP29 = dict(PAPER20, regime="native", wte_lr=0.003, ve_lr=0.003, **HEAD)
 EXP43 = dict(regime="native", wte_lr=0.003, ve_lr=0.003)
 D6_OPT = dict(wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4)
 RAW = dict(tangent=False, project=False)
-
+WIDTHS = {"dust_K16_tuned": dict(TUNED_NP, method="sr_lnp"),
+          "dust_K64_tuned": dict(TUNED_NP, method="sr_lnp", draws=64),
+          "wm_G2048_codesigned": {}, "backprop_codesigned": dict(method="backprop")}
 ARMS = {  # name -> flags that differ from the defaults; the names are the WM paper's ("..." is how it abbreviates them)
     "supplied_muon_adamw_backprop": dict(PAPER20, **HEAD, method="backprop", active="qk"),
     "backprop_prepolar_muon_damped_lm_frozen_qk_control": dict(PAPER20, method="backprop", lm_pool="row_iso"),
@@ -85,12 +96,16 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "frozen_backbone_lm_head_only": dict(PAPER20, **HEAD, method="head_only"),
     "pure_lexical_x0_skip_only_true_zero": dict(PAPER20, **HEAD, method="lexical_only"),
     "causal_trace_wm_G2048_mismatched_origin_control": dict(ADAMW, method="mismatched_origin"),
-    **{f"causal_trace_wm_G{g}_centered{tail}": dict(ADAMW, clock="both_pre", streams=g, **more)
-       for g in (1, 64, 256) for tail, more in (("", {}), ("_scaleMg", dict(scale_factor=2048.0 / g)))},
+    **{f"causal_trace_wm_G{g}_centered": dict(ADAMW, clock="both_pre", streams=g) for g in (1, 64, 256)},
+    **{f"causal_trace_wm_G{g}_centered_scaleMg": dict(ADAMW, clock="both_pre", streams=g, scale_factor=2048.0 / g)
+       for g in (1, 64, 256)},
     "causal_trace_wm_G2048_wtrace1_tangent_explore": dict(ADAMW, clock="both_pre"),
-    **{f"d6_{name}_..._{pool}_{cell}": dict(PAPER20, **clock, **POOLS[pool], **CELLS[cell])
-       for name, clock in (("pre_install", dict(clock="stage2_pre")), ("strict_post_install", {})) for pool in POOLS for cell in CELLS},
-    **{f"d6_both_stages_pre_install_entrywise_{cell}": dict(PAPER20, clock="both_pre", **CELLS[cell]) for cell in CELLS},
+    **{f"d6_pre_install_..._{pool}_{cell}": dict(PAPER20, clock="stage2_pre", **POOLS[pool], **CELLS[cell])
+       for pool in POOLS for cell in CELLS},
+    **{f"d6_strict_post_install_..._{pool}_{cell}": dict(PAPER20, **POOLS[pool], **CELLS[cell])
+       for pool in POOLS for cell in CELLS},
+    **{f"d6_both_stages_pre_install_entrywise_{cell}": dict(PAPER20, clock="both_pre", **CELLS[cell])
+       for cell in CELLS},
     "d6_pre_install_fp32_cache_triton_b05_eps1e8": dict(PAPER20, **HEAD, clock="stage2_pre"),
     "d6_strict_post_install_fp32_cache_triton_b05_eps1e8": dict(PAPER20, **HEAD),
     "d6_strict_post_install_fp32_cache_triton_b09_eps1e4": PAPER20,
@@ -120,7 +135,8 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "wm_d6_6mat_decoupled_qk_future_g098_lrk012_triton": dict(active="qk", gamma_k=0.98),
     "wm_d6_6mat_decoupled_qk_future_g085_lrk012_triton": dict(active="qk"),
     "wm_d6_6mat_decoupled_qk_future_g085_m2_lrk012_triton": dict(active="qk", probes=2),
-    "wm_d6_6mat_decoupled_qk_future_g085_m2_rng_matched_lrk012_triton": dict(active="qk", probes=2),  # every probe has its own seed anyway
+    # every probe has a seed of its own anyway
+    "wm_d6_6mat_decoupled_qk_future_g085_m2_rng_matched_lrk012_triton": dict(active="qk", probes=2),
     "dust_K16_tuned_fast": dict(TUNED_NP, method="sr_lnp"),
     "dust_K16_matched_codesigned_opt": dict(method="sr_lnp"),
     "backprop_d6_paper20_opt": dict(PAPER20, method="backprop"),
@@ -134,12 +150,12 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "wm_G64_codesigned_opt_triton": dict(streams=64),
     "wm_G2048_codesigned_500steps_match_dustK16_time": dict(steps=500),
     "wm_G2048_codesigned_720steps_half_dustK64_time": dict(steps=720),
-    **{f"width{w}_{name}": dict(width=w, **flags) for w in (256, 512, 768) for name, flags in (
-        ("dust_K16_tuned", dict(TUNED_NP, method="sr_lnp")), ("dust_K64_tuned", dict(TUNED_NP, method="sr_lnp", draws=64)),
-        ("wm_G2048_codesigned", {}), ("backprop_codesigned", dict(method="backprop")))},
+    **{f"width{width}_{name}": dict(flags, width=width)
+       for width in (256, 512, 768) for name, flags in WIDTHS.items()},
     "unrestricted_adamw_backprop": dict(ADAMW, regime="native", method="backprop", active="qk"),
     "native50m_dust_K16_tuned_fast": dict(TUNED_NP, regime="native", method="sr_lnp"),
-    "native50m_true_delayed_construction_M8_adamw": dict(EXP29, hidden_opt="adamw", hidden_lr=0.001, clock="both_pre", **M8),
+    "native50m_true_delayed_construction_M8_adamw": dict(EXP29, hidden_opt="adamw", hidden_lr=0.001,
+                                                         clock="both_pre", **M8),
     "native50m_wm_M8_bt_scaled_triton": dict(D6_OPT, regime="native", **M8),
     "native50m_wm_M8_codesigned_triton": dict(D6_OPT, regime="native", wte_lr=0.1, ve_lr=0.05, **M8),
     "native50m_causal_trace_wm_M32_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="origin", **M32),
@@ -157,181 +173,256 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "native50m_strict_post_install_M1_wte15e3_triton": dict(regime="native", packets="device"),
     "native50m_strict_post_install_M1_wte15e3_spherical_active_q_triton": dict(regime="native", active="q"),
     "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_triton": dict(regime="native", active="qk"),
-    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton": dict(regime="native", active="qk", probes=2),
+    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton":
+        dict(regime="native", active="qk", probes=2),
 }
-# tabulated with --regime native too
-BOTH_REGIMES = ("supplied_muon_adamw_backprop", "frozen_backbone_lm_head_only", "pure_lexical_x0_skip_only_true_zero")
-# how and where a run is computed
-NOT_IN_NAME = {"arm", "seed", "device", "threads", "out", "save_every", "resume", "force", "impl", "packets"}
 
 
-def flags_of(arm, regime=""):
-    """All flags of an arm, its regime's included."""
-    flags = ARMS.get(arm, {})
-    regime = regime or flags.get("regime", "d6")
-    return {**REGIMES[regime], **flags, "regime": regime}
+# ---- one run, top to bottom ----
+
+def train(config):
+    """Train and score one run; writes its checkpoints and its result, and returns the record."""
+    method = METHODS[config.method]
+    with runs.Run(__file__, config, *naming(config)) as run:
+        if run.record is not None:   # --resume of a finished run
+            return run.record
+        rows = share_of(config, run.world)
+        model = build_model(config, run.store.vocab_size).to(run.device)
+        pipeline = build_pipeline(config, model, run.rank, run.world)
+        optimizer = pipeline.optimizer
+        batches = BestFitBatches(run.store.train, run.store.bos, rows_at_once(config),
+                                 config.seq_len, config.data_seed)
+        run.resume(model=model, pipeline=pipeline, batches=batches)
+        micro_batches = config.batch_size // rows_at_once(config)
+        params = {**model.num_params(), "active": sum(map(torch.numel, pipeline.weights.values()))}
+        if run.rank == 0:
+            print(headline(run, params))
+
+        def own_rows():
+            # consecutive ones, so that streams and probes fall as in one process
+            mine = slice(run.rank * rows, (run.rank + 1) * rows)
+            return [z[mine].to(run.device, non_blocking=True) for z in batches.next()]
+
+        for step in run.steps():
+            set_rates(optimizer, step, config.steps, config)
+            optimizer.zero_grad()
+            mean_loss, head = 0.0, 0.0
+            if method.autograd:
+                for _ in range(micro_batches):
+                    with run.autocast:
+                        loss = model(*own_rows())
+                    (loss / micro_batches).backward()
+                    mean_loss += loss.item() / micro_batches
+            else:
+                with torch.no_grad():
+                    # what earlier batches left, rewarded by the weights as they stand
+                    pipeline.build(step)
+                    for micro in range(micro_batches):
+                        idx, targets = own_rows()
+                        key, first = f"{config.seed}/{step}/{micro}", run.rank * idx.numel()
+                        with run.autocast:
+                            packet, nats, grad = forward(model, idx, targets, key, step, first)
+                        pipeline.take(packet, targets, micro_batches)
+                        head = head + grad / micro_batches
+                        mean_loss += nats.item() / idx.numel() / micro_batches
+                    pipeline.build(step, this_batch=True)
+                    pipeline.install(step, head)
+            optimizer.reduce_gradients()
+            optimizer.step()
+            pipeline.keep_norms()
+            run.log(mean_loss)
+
+        metrics = {}
+        if run.status == "finished":
+            with run.autocast:
+                metrics = evaluate_splits(model, run.store, rows_at_once(config),
+                                          config.eval_tokens, run.device, run.rank, run.world)
+        return run.finish(model, metrics, params)
 
 
-def idle(config):
-    """The flags that act on nothing under the others: parts that are off, and parts of other methods."""
-    c, hidden = config, config.method not in ("head_only", "lexical_only")   # do the layers learn?
-    wm, muon = c.method in ("wm", "mismatched_origin"), hidden and c.hidden_opt == "muon"
-    parts = {  # flags -> do they act?
-        ("clock", "filtered_v", "reader"): wm,
-        ("streams", "scale_factor", "project", "tangent", "center", "wte_route", "packet_dtype", "precision"):
-            wm or c.method == "lexical_only",
-        ("sigma",): c.method not in ("backprop", "head_only"), ("draws",): c.method in ("sr_lnp", "sr_np"),
-        ("probes", "unit_rms_qk", "tangent_qk"): wm and c.active != "none", ("qk_probe",): wm and c.active == "qk",
-        ("gamma_k",): wm and "k" in c.active,
-        ("hidden_opt", "hidden_lr", "ve_lr"): hidden, ("wte_lr",): c.method != "head_only", ("hidden_beta",): muon,
-        ("spherical",): c.active != "none", ("q_lr",): "q" in c.active, ("k_lr",): "k" in c.active,
-        ("q_beta",): muon and "q" in c.active, ("k_beta",): muon and "k" in c.active}
-    return {name for names, act in parts.items() if not act for name in names}
+def model_config(config, vocab_size):
+    """GPTConfig of a Config."""
+    width = width_of(config)
+    return GPTConfig(n_layer=config.depth, n_head=width // config.head_dim, n_embd=width,
+                     vocab_size=vocab_size, sequence_len=config.seq_len,
+                     window_pattern=config.window_pattern,
+                     qk_scale="head" if config.head_temp else "none")
 
 
-def science(config):
-    """The flags that can change a result, as a dict: idle ones are left out, a path is spelled one way."""
-    flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IN_NAME | idle(config)}
-    return {**flags, "data": os.path.normpath(config.data), "width": width_of(config)}
+def build_model(config, vocab_size):
+    """The model of a Config with its first weights, on the CPU."""
+    model = GPT(model_config(config, vocab_size)).init_weights(config.seed)
+    return model.double() if config.dtype == "float64" else model
+
+
+def build_pipeline(config, model, rank=0, world=1):
+    """The Pipeline (optimizer inside) of a Config on one of `world` ranks."""
+    if "precision" not in idle(config):
+        weight = model.lm_head.weight
+        # refuses before the first step what this machine has not
+        choose_impl(config.impl, config.precision, weight.device, weight.dtype)
+    rule = dataclasses.replace(config, streams=config.streams // world)
+    return Pipeline(model, rule, config.seed, rank, world)
+
+
+def share_of(config, world):
+    """Rows of a micro-batch on each rank; UserError where they or the streams do not split."""
+    rows = rows_at_once(config)
+    for name, count in (("micro_batch", rows), ("streams", config.streams)):
+        if count % world:
+            how = f"does not split over {world} ranks; choose a multiple"
+            raise UserError(f"--{name} {count} {how}")
+    return rows // world
+
+
+def rows_at_once(config):
+    """Rows of a micro-batch, over all ranks."""
+    return min(config.micro_batch or config.batch_size, config.batch_size)
+
+
+def default_width(config):
+    """Channels of the residual stream without --width."""
+    return -(-64 * config.depth // config.head_dim) * config.head_dim
 
 
 def width_of(config):
     """Channels of the residual stream."""
-    return config.width or -(-64 * config.depth // config.head_dim) * config.head_dim
+    return config.width or default_width(config)
 
 
-def run_name(config):
-    """<arm>_d<depth>_seed<seed>, with the hash of the flags when they differ from the arm's own."""
-    plain = science(Config(**flags_of(config.arm, config.regime)))
-    return common.run_name(f"{config.arm}_d{config.depth}_seed{config.seed}", science(config), plain)
+def headline(run, params):
+    """What is about to run, as one line."""
+    return (f"{run.name}: {params['active']:,} of {params['total']:,} parameters active, "
+            f"{run.config.steps} steps of {run.tokens_per_step:,} tokens on "
+            f"{run.world} x {run.device.type}")
 
 
-def parse(argv=None):
-    """Config from the command line: defaults, then the regime's flags, then the arm's, then explicit ones. None after --list_arms."""
-    given = runs.parse_arms(__doc__, Config, list_arms, argv)
-    if given is None:
-        return None
-    arm, regime = given.get("arm", ""), given.get("regime", "")
-    if arm and arm not in ARMS:
-        raise UserError(f"--arm {arm} is unknown; --list_arms prints all {len(ARMS)}")
-    config = Config(**{**flags_of(arm, regime), **given})
-    runs.check_run_flags(config)
-    check(config)
-    if not arm:
-        config = dataclasses.replace(config, arm=arm_of(config))
-    return config
+# ---- the run's name ----
+
+def flags_of(arm, regime=""):
+    """All flags of an arm, or of a run that is called after its method, its regime's included."""
+    flags = ARMS.get(arm, {"method": arm} if arm in METHODS else {})
+    regime = regime or flags.get("regime", "d6")
+    return {**REGIMES[regime], **flags, "regime": regime}
+
+
+def published():
+    """{(arm, regime): (mean, sd)} of the DEV bits per byte that the paper prints over its seeds."""
+    regimes = {"native50m": "native"}
+    return {(row["arm"], regimes.get(row["regime"], "d6")): (row["dev_mean"], row["dev_sd"])
+            for row in common.published("wm")["runs"]}
 
 
 def arm_of(config):
-    """The arm that a config's flags describe, its number of steps and its width aside where no arm has them; else custom."""
-    tunable = set().union(*ARMS.values())
-    pick = lambda c, aside: {k: v for k, v in science(c).items() if k in tunable and k not in aside}
-    for aside in ((), ("steps",), ("steps", "width")):
-        for name in ARMS:
-            if pick(config, aside) == pick(Config(**flags_of(name)), aside):
-                return name
-    return "custom"
+    """The published arm of its method that a config's flags describe (see runs.arm_of).
+
+    Where there is none, the method itself.
+    """
+    named, known = {f.name for f in common.flag_fields(config) if f.metadata["names"]}, {}
+    for name, flags in ARMS.items():
+        same_method = flags.get("method", "wm") == config.method
+        if same_method and (name, config.regime) in published():
+            own = {k: v for k, v in flags.items() if k in named}
+            known[name] = {**own, "regime": config.regime}
+    known[config.method] = {"method": config.method, "regime": config.regime}
+    return runs.arm_of(config, known)
+
+
+def naming(config):
+    """(base, size, idle) of a run's name: see runs.run_name and runs.Run."""
+    base = {**flags_of(config.arm, config.regime), "depth": config.depth}
+    return base, f"d{config.depth}", idle(config)
+
+
+def idle(config):
+    """The flags that act on nothing: those of other methods, and of parts that are off."""
+    method = METHODS[config.method]
+    layers, muon = "layers" in method.learns, config.hidden_opt == "muon"
+    q, k = "q" in config.active, "k" in config.active
+    flags = set().union(*(other.flags for other in METHODS.values())) - method.flags
+    parts = {  # flags -> do they act?
+        ("hidden_opt", "hidden_lr", "ve_lr"): layers,
+        ("hidden_beta",): layers and muon,
+        ("wte_lr",): "wte" in method.learns,
+        ("probes", "unit_rms_qk", "tangent_qk", "spherical"): q or k,
+        ("qk_probe",): q and k,
+        ("q_lr",): q,
+        ("q_beta",): q and muon,
+        ("k_lr", "gamma_k"): k,
+        ("k_beta",): k and muon,
+    }
+    for names, act in parts.items():
+        if not act:
+            flags.update(names)
+    return flags
+
+
+# ---- the command line ----
+
+def parse(argv=None):
+    """Config of a command line: defaults, then the regime's flags, the arm's, and what was given.
+
+    None after --list_arms.
+    """
+    given = runs.parse_command_line(__doc__, Config, ARMS, list_arms, argv)
+    if given is None:
+        return None
+    config = Config(**{**flags_of(given.get("arm", ""), given.get("regime", "")), **given})
+    runs.checked(dataclasses.replace(config, micro_batch=rows_at_once(config)))
+    check(config)
+    # one way to say one thing, so that one run has one name
+    if config.micro_batch >= config.batch_size:
+        config = dataclasses.replace(config, micro_batch=0)
+    if config.width == default_width(config):
+        config = dataclasses.replace(config, width=0)
+    return config if config.arm else dataclasses.replace(config, arm=arm_of(config))
 
 
 def check(config):
     """Refuse what cannot run, with the reason."""
+    method = METHODS[config.method]
     if config.width % config.head_dim:
-        raise UserError(f"--width {config.width} is no multiple of --head_dim {config.head_dim}")
-    tokens = config.batch_size * config.seq_len
+        multiple = f"no multiple of --head_dim {config.head_dim}"
+        raise UserError(f"--width {config.width} is {multiple}")
+    tokens = rows_at_once(config) * config.seq_len
     if config.streams and tokens % config.streams:
-        raise UserError(f"--streams {config.streams} does not divide the {tokens} tokens of a micro-batch")
-    comparator = config.method not in ("wm", "backprop", "mismatched_origin")
-    if comparator and (config.active != "none" or config.head_temp):
-        raise UserError(f"--method {config.method} has no rule for q, k or temperatures; drop --active and --head_temp")
+        what = f"does not divide the {tokens} tokens of a micro-batch"
+        raise UserError(f"--streams {config.streams} {what}")
+    if config.probes_attention and not method.probes_qk:
+        what = "has no rule for q, k or temperatures; drop --active and --head_temp"
+        raise UserError(f"--method {config.method} {what}")
     if config.head_temp and config.active != "none":
         raise UserError("--head_temp and --active are arms of their own in the paper; choose one")
-    if config.method == "sr_np" and config.draws == 1:
-        raise UserError("--draws 1 gives --method sr_np no credit (a draw's loss counts against the draws' mean); give 2 or more")
-    if config.method != "wm" and config.reader != "live":
+    if config.draws < method.min_draws:
+        why = "a draw's loss counts against the draws' mean"
+        raise UserError(f"--draws {config.draws} gives --method {config.method} no credit ({why}); "
+                        f"give {method.min_draws} or more")
+    if config.reader != "live" and "reader" not in method.flags:
         raise UserError(f"--reader {config.reader} belongs to --method wm")
     if config.reader == "muon_colnorm" and config.hidden_opt != "muon":
         raise UserError("--reader muon_colnorm reads Muon's momentum; use --hidden_opt muon")
 
 
 def list_arms(as_json=False):
-    """Print every arm: regime, flags and the published DEV bits per byte (mean and sd over seeds)."""
-    published = json.loads((common.ROOT / "published" / "wm.json").read_text())
-    scores = {(r["arm"], "native" if r["regime"] == "native50m" else "d6"): (r["dev_mean"], r["dev_sd"]) for r in published["runs"]}
-    rows = []
+    """Print every arm: regime, flags and the published DEV bits per byte (mean and sd)."""
+    rows, printed = [], published()
     for name, flags in ARMS.items():
-        for regime in ("d6", "native") if name in BOTH_REGIMES else (flags.get("regime", "d6"),):
-            mean, sd = scores[name, regime]
-            rows.append({"arm": name, "regime": regime, "flags": flags, "published_dev_bpb": mean, "published_sd": sd})
+        own = flags.get("regime", "d6")
+        for regime in REGIMES:
+            if regime == own or (name, regime) in printed:
+                mean, sd = printed.get((name, regime), (None, None))
+                rows.append({"arm": name, "regime": regime, "flags": flags,
+                             "published_dev_bpb": mean, "published_sd": sd})
     if as_json:
         return print(json.dumps(rows))
-    print(f"{'arm':82} {'regime':6} {'published':>16}  flags (published: DEV bits per byte, mean +- sd)")
+    print(f"{'arm':82} {'regime':6} {'published':>16}  "
+          "flags (published: DEV bits per byte, mean +- sd)")
     for row in rows:
-        flags = common.show_flags({k: v for k, v in row["flags"].items() if k != "regime"})
-        print(f"{row['arm']:82} {row['regime']:6} {row['published_dev_bpb']:.4f} +- {row['published_sd']:.4f}  {flags or '(the defaults)'}")
-
-
-def model_config(config, vocab_size):
-    """GPTConfig of a Config."""
-    width = width_of(config)
-    return GPTConfig(n_layer=config.depth, n_head=width // config.head_dim, n_embd=width, vocab_size=vocab_size,
-                     sequence_len=config.seq_len, window_pattern=config.window_pattern, qk_scale="head" if config.head_temp else "none")
-
-
-def build(config, vocab_size, device, rank=0, world=1):
-    """Pipeline (model and optimizer inside) of a Config, initialised, on the device."""
-    model = GPT(model_config(config, vocab_size)).init_weights(config.seed)
-    model = (model.double() if config.dtype == "float64" else model).to(device)
-    if "precision" not in idle(config):
-        choose_impl(config.impl, config.precision, device, model.lm_head.weight.dtype)   # refuses before the first step
-    return Pipeline(model, config, config.seed, rank, world)
-
-
-def next_batches(batches, config, device, rank=0, world=1):
-    """This rank's share of a step's micro-batches: consecutive rows, so that streams and probes fall as in one process."""
-    share = config.batch_size // world
-    rows = slice(rank * share, (rank + 1) * share)
-    return [tuple(z[rows].to(device, non_blocking=True) for z in batches.next()) for _ in range(config.accum)]
-
-
-def save(path, config, store, pipeline, batches, done):
-    """Write a checkpoint after done["step"] steps, packets in flight included: those of every rank, so every rank calls this."""
-    in_flight = pipeline.state_dict()
-    if pipeline.rank == 0:
-        common.save_checkpoint(path, {
-            "script": "train_wm.py", "config": dataclasses.asdict(config), "model_config": dataclasses.asdict(pipeline.model.cfg),
-            "data_digest": store.digest, "model": pipeline.model.state_dict(), "pipeline": in_flight,
-            "batches": batches.state_dict(), **done})
-
-
-def train(config):
-    """Train and evaluate one run; writes checkpoint and result JSON and returns the result record (see runs.one_run)."""
-    run = run_name(config)
-    return runs.one_run(config, run, lambda *where: _train(config, run, *where))
-
-
-def _train(config, run, result, checkpoint, rank, world, device):
-    if config.streams % world:
-        raise UserError(f"--streams {config.streams} does not split over {world} ranks; choose a multiple")
-    store, env = open_store(config.data), common.env_record(device)  # of the sources as loaded, not as they are when a long run ends
-    pipeline = build(dataclasses.replace(config, streams=config.streams // world), store.vocab_size, device, rank, world)
-    batches = BestFitBatches(store.train, store.bos, config.batch_size, config.seq_len, config.data_seed)
-    parts = {"model": pipeline.model, "pipeline": pipeline, "batches": batches}
-    done = runs.begin(config, run, result, checkpoint,
-                      lambda: runs.restore(checkpoint, "train_wm.py", config, science(config), store, parts), rank)
-    autocast, params = common.autocast(device, getattr(torch, config.dtype)), pipeline.model.num_params()
-    params["active"] = sum(p.numel() for stage in pipeline.active.values() for p in stage.values())
-    if rank == 0:
-        print(f"{run}: {params['active']:,} of {params['total']:,} parameters active, {config.steps} steps of "
-              f"{runs.tokens_per_step(config):,} tokens on {world} x {device.type}")
-
-    def one_step(step):
-        return pipeline.step(step, config.steps, next_batches(batches, config, device, rank, world), autocast)
-
-    def checkpoint_now():
-        save(checkpoint, config, store, pipeline, batches, done)
-
-    status = runs.run_steps(config, done, one_step, checkpoint_now, checkpoint, rank, world, device)
-    return runs.finish("train_wm.py", config, run, status, pipeline.model, store, done, params, autocast, rank, world, device, env)
+        flags = {k: v for k, v in row["flags"].items() if k != "regime"}
+        shown, score = common.show_flags(flags) or "(the defaults)", "-"
+        if row["published_dev_bpb"] is not None:
+            score = f"{row['published_dev_bpb']:.4f} +- {row['published_sd']:.4f}"
+        print(f"{row['arm']:82} {row['regime']:6} {score:>16}  {shown}")
 
 
 def main(argv=None):

@@ -1,9 +1,9 @@
-"""data.py: documents and splits, tokenizer, stores, packing, random crops, evaluation windows, bits per byte, bad input."""
-import hashlib
+"""data.py and batches.py: splits, tokenizer, stores, packing, windows, bits per byte, bad input."""
 import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import types
@@ -16,174 +16,163 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import batches
 import data
-from common import UserError
-from data import BestFitBatches, RandomBatches, Store, encode, eval_batches, evaluate_bpb, prepare
-
-ROOT = Path(data.__file__).resolve().parent
-WORDS = "the cat sat on a mat while seven dogs ran over hills and rivers towards old towns of stone".split()
-
-
-def sentence(rng, n=40):
-    return " ".join(rng.choice(WORDS) for _ in range(n)) + f" {rng.random()}\n"
+from batches import (BestFitBatches, RandomBatches, Store, eval_batches, evaluate_bpb,
+                     evaluate_splits, find_pieces, fixed_windows)
+from common import UserError, derive_seed
+from data import Corpus, encode, open_corpus, prepare
+from helpers import ROOT, text
 
 
 def write_docs(folder, n, seed=0, size=40):
+    """n files of `size` words, all different; returns their texts."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    texts = [sentence(rng, size) for _ in range(n)]
-    for i, text in enumerate(texts):
-        (folder / f"{i:03d}.txt").write_text(text)
+    texts = [f"{text(seed * 1000 + i, size)}{i}\n" for i in range(n)]
+    for i, content in enumerate(texts):
+        (folder / f"{i:03d}.txt").write_text(content)
     return texts
 
 
-def documents(tokens, bos, tokenizer):
-    """The texts of a token stream."""
-    return [tokenizer.decode(part.tolist()) for part in np.split(np.asarray(tokens), np.flatnonzero(tokens == bos))[1:]]
+def documents(store, *splits):
+    """The texts of some splits of a store, by default of all."""
+    streams = [np.asarray(getattr(store, split)) for split in splits or batches.SPLITS]
+    parts = [p for s in streams for p in np.split(s, np.flatnonzero(s == store.bos))[1:]]
+    return [store.tokenizer.decode(p.tolist()) for p in parts]
 
 
 @pytest.fixture(scope="session")
 def stdlib(tmp_path_factory):
-    out = tmp_path_factory.mktemp("stores") / "stdlib"
-    return Store(prepare("stdlib", out=out))
+    """The default corpus, but of every third file, which is quicker."""
+    out, files = tmp_path_factory.mktemp("stores") / "stdlib", data.stdlib_files()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(data, "stdlib_files", lambda: files[::3])
+        return Store(prepare("stdlib", out=out, tokenizer_chars=1_000_000))
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """60 documents, of which 5 occur twice."""
+    """(store, its texts, their folder): 60 documents, of which 5 occur twice."""
     folder = tmp_path_factory.mktemp("small")
     texts = write_docs(folder / "texts", 60)
     for i in range(5):
         (folder / "texts" / f"again{i}.txt").write_text(texts[i])
-    return Store(prepare([folder / "texts"], 300, out=folder / "store")), texts
+    return Store(prepare([folder / "texts"], 300, out=folder / "store")), texts, folder / "texts"
 
 
 # ---- corpora and splits ----
 
 def test_stdlib_store(stdlib):
-    assert stdlib.train.dtype == np.uint16 and stdlib.train.ndim == 1 and stdlib.vocab_size == 8192 and stdlib.bos == 8188
-    assert stdlib.tokenizer.get_vocab_size() == 8192 and stdlib.tokenizer.token_to_id("<|bos|>") == 8188
-    assert stdlib.train[0] == stdlib.val[0] == stdlib.heldout[0] == 8188
+    assert stdlib.train.dtype == np.uint16 and stdlib.train.ndim == 1
+    assert stdlib.vocab_size == stdlib.tokenizer.get_vocab_size() == 8192
+    assert stdlib.bos == stdlib.tokenizer.token_to_id("<|bos|>") == 8188
     sizes = stdlib.meta["splits"]
-    total = sum(s["bytes"] for s in sizes.values())
-    assert total > 5e6 and 0.85 < sizes["train"]["bytes"] / total < 0.95
-    assert all((tokens == 8188).sum() == sizes[name]["documents"] for name, tokens in zip(data.SPLITS, (stdlib.train, stdlib.val, stdlib.heldout)))
-    # its own source, compared with the file on disk
-    found = {t for split in (stdlib.val, stdlib.heldout, stdlib.train[:200_000]) for t in documents(split, 8188, stdlib.tokenizer)}
+    total = sum(size["documents"] for size in sizes.values())
+    assert total > 150 and 0.8 < sizes["train"]["documents"] / total < 0.97
+    for name in batches.SPLITS:
+        tokens = np.asarray(getattr(stdlib, name))
+        assert tokens[0] == 8188 and (tokens == 8188).sum() == sizes[name]["documents"]
+    train, val, heldout = (documents(stdlib, name) for name in batches.SPLITS)
+    assert len(train) == len(set(train)) and not set(val) & set(heldout)
+    assert not set(train) & {*val, *heldout}
+    # all of it is what stands in the files
     files = {p.read_bytes().decode("utf-8", "replace") for p, _ in data.stdlib_files()}
-    assert len(found) > 50 and len(found - files) <= 1  # the slice of train ends inside a document
-
-
-def test_stdlib_documents_are_disjoint(stdlib):
-    sets = [set(documents(s, stdlib.bos, stdlib.tokenizer)) for s in (stdlib.val, stdlib.heldout)]
-    train = documents(stdlib.train, stdlib.bos, stdlib.tokenizer)
-    assert len(train) == len(set(train)) and not sets[0] & sets[1] and not set(train) & (sets[0] | sets[1])
+    assert len(val) > 3 and {*train, *val, *heldout} <= files
 
 
 def test_stdlib_files_leave_out_tests_and_packages():
-    paths = [p for p, _ in data.stdlib_files()]
-    assert not {part for p in paths for part in p.parts} & {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    names = [p.as_posix() for p in paths]
-    assert any(n.endswith("/argparse.py") for n in names) and all(n.endswith(".py") for n in names) and names == sorted(names)
+    names = [p.as_posix() for p, _ in data.stdlib_files()]
+    folders = {part for name in names for part in name.split("/")}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    assert any(n.endswith("/argparse.py") for n in names) and names == sorted(names)
+    assert all(n.endswith(".py") for n in names)
+    assert sum(p.stat().st_size for p, _ in data.stdlib_files()) > 5e6
 
 
 def test_duplicates_dropped_and_splits_disjoint(small):
-    store, texts = small
-    splits = [documents(s, store.bos, store.tokenizer) for s in (store.train, store.val, store.heldout)]
-    together = [t for s in splits for t in s]
-    assert Counter(together) == Counter(set(texts)) and all(splits)
+    store, texts, _ = small
+    assert Counter(documents(store)) == Counter(set(texts))
+    assert all(documents(store, name) for name in batches.SPLITS)
     assert store.meta["dropped"]["duplicates"] == 5 and store.meta["distinct_documents"] == 60
 
 
-def test_split_follows_content_not_order(tmp_path):
-    rng = random.Random(5)
-    digests = [hashlib.blake2b(sentence(rng).encode(), digest_size=16).digest() for _ in range(4000)]
+def test_split_follows_content_not_order():
+    digests = [data.digest_document(str(i)) for i in range(4000)]
     codes = data.assign(digests)
     assert codes[::-1] == data.assign(digests[::-1])
-    assert abs(codes.count(data.VAL) / 4000 - 0.05) < 0.015 and abs(codes.count(data.HELDOUT) / 4000 - 0.05) < 0.015
-    assert all(a == b for a, b in zip(codes, data.assign(digests[:2000])))   # adding documents moves none
-    high = [bytes([255, i]) + bytes(14) for i in range(30)]                 # all would be train
-    assert Counter(data.assign(high + [None])) == {data.TRAIN: 28, data.VAL: 1, data.HELDOUT: 1, data.DROP: 1}
+    assert all(abs(codes.count(c) / 4000 - 0.05) < 0.015 for c in (data.VAL, data.HELDOUT))
+    assert codes[:2000] == data.assign(digests[:2000])          # adding documents moves none
+    high = [bytes([255, i]) + bytes(14) for i in range(30)]     # all would be train
+    expected = {data.TRAIN: 28, data.VAL: 1, data.HELDOUT: 1, data.DROP: 1}
+    assert Counter(data.assign(high + [None])) == expected
 
 
 def test_two_files_are_cut_into_spans(tmp_path):
-    a, b = (sentence(random.Random(i), 600) for i in range(2))
-    b += "é" * 50 + "日本" * 40
+    a, b = text(0, 600), text(1, 600) + "é" * 50 + "日本" * 40
     (tmp_path / "a.txt").write_text(a, encoding="utf-8")
     (tmp_path / "b.md").write_bytes(b.encode())
     store = Store(prepare([tmp_path / "a.txt", tmp_path / "b.md"], 300, out=tmp_path / "s"))
-    splits = [documents(s, store.bos, store.tokenizer) for s in (store.train, store.val, store.heldout)]
-    assert [len(s) for s in splits] == [2, 1, 1]
-    assert "".join(t for s in splits for t in s) == a + b
-    total = len(a + b)
-    assert [len("".join(s)) for s in splits] == [total * 90 // 100, total * 95 // 100 - total * 90 // 100, total - total * 95 // 100]
+    splits = [documents(store, name) for name in batches.SPLITS]
+    assert [len(s) for s in splits] == [2, 1, 1] and "".join(documents(store)) == a + b
+    n = len(a + b)
+    cuts = [0, n * 90 // 100, n * 95 // 100, n]
+    assert [len("".join(s)) for s in splits] == np.diff(cuts).tolist()
 
 
 def test_tokenizer_sees_train_only(tmp_path):
     """Words that occur in val and heldout alone never become tokens."""
-    rng = random.Random(3)
-    texts = {}
-    for i in range(60):
-        text = sentence(rng)
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        texts[text] = digest
-    codes = data.assign(list(texts.values()))
-    folder = tmp_path / "t"
-    folder.mkdir()
-    n = 0
-    for k in range(4000):  # add documents of one strange word until some land outside train
-        text = f"zyxwvut zyxwvut zyxwvut zyxwvut {k}"
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        if data.assign([*texts.values(), digest])[-1] in (data.VAL, data.HELDOUT):
-            (folder / f"odd{k}.txt").write_text(text)
-            n += 1
-        if n == 20:
-            break
-    for i, text in enumerate(texts):
-        (folder / f"{i}.txt").write_text(text)
-    assert n == 20 and len(set(codes)) == 3
-    store = Store(prepare(str(folder), 320, out=tmp_path / "s"))
-    assert not any("zy" in t or "xw" in t or "vut" in t for t in store.tokenizer.get_vocab())
-    assert "Ġthe" in store.tokenizer.get_vocab()
+    texts = write_docs(tmp_path / "t", 60)
+    candidates = (f"zyxwvut zyxwvut zyxwvut zyxwvut {k}" for k in range(4000))
+    odd = [t for t in candidates if data.split_of(data.digest_document(t)) != data.TRAIN][:20]
+    for k, content in enumerate(odd):
+        (tmp_path / "t" / f"odd{k}.txt").write_text(content)
+    codes = data.assign([data.digest_document(t) for t in texts + odd])
+    assert len(odd) == 20 and data.TRAIN not in codes[60:]
+    vocab = Store(prepare(str(tmp_path / "t"), 320, out=tmp_path / "s")).tokenizer.get_vocab()
+    assert not any(part in token for token in vocab for part in ("zy", "xw", "vut"))
+    assert "Ġthe" in vocab
 
 
 def test_formats_and_odd_bytes(tmp_path):
     folder = tmp_path / "mix"
     write_docs(folder / "sub", 25)
-    (folder / "latin.txt").write_bytes(b"caf\xe9 au lait\r\nzwei\r\n")
-    (folder / "bom.txt").write_bytes(b"\xef\xbb\xbfmarked")
-    (folder / "picture.dat").write_bytes(b"\x89PNG\0\0\0")
-    (folder / "blank.txt").write_text(" \n\t\n")
-    (folder / ".hidden.txt").write_text("never seen")
-    (folder / "rows.jsonl").write_text('{"text": "row one", "id": 1}\n\n{"text": null}\n{"text": "lone \\ud83d end"}\n{"text": "pair \\ud83d\\ude00"}\n')
-    pq.write_table(pa.table({"text": ["from parquet", None, "  ", "日本語"], "n": [1, 2, 3, 4]}), folder / "t.parquet")
-    bad = pa.array([b"ok \xff bytes"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": bad}), folder / "u.parquet")
+    rows = ('{"text": "row one", "id": 1}\n\n{"text": null}\n{"text": "lone \\ud83d end"}\n'
+            '{"text": "pair \\ud83d\\ude00"}\n')
+    for name, content in {"latin.txt": b"caf\xe9 au lait\r\nzwei\r\n", "rows.jsonl": rows.encode(),
+                          "bom.txt": b"\xef\xbb\xbfmarked", "picture.dat": b"\x89PNG\0\0\0",
+                          "blank.txt": b" \n\t\n", ".hidden.txt": b"never seen"}.items():
+        (folder / name).write_bytes(content)
+    table = pa.table({"text": ["from parquet", None, "  ", "日本語"], "n": [1, 2, 3, 4]})
+    pq.write_table(table, folder / "t.parquet")
+    invalid = pa.array([b"ok \xff bytes"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": invalid}), folder / "u.parquet")
     store = Store(prepare([folder, folder / "rows.jsonl"], 280, out=tmp_path / "s"))
-    texts = {t for s in (store.train, store.val, store.heldout) for t in documents(s, store.bos, store.tokenizer)}
-    for text in ("caf\ufffd au lait\r\nzwei\r\n", "marked", "row one", "lone \ufffd end", "pair 😀", "from parquet", "日本語", "ok \ufffd bytes"):
-        assert text in texts
+    texts = set(documents(store))
+    assert {"caf\ufffd au lait\r\nzwei\r\n", "marked", "row one", "lone \ufffd end", "pair 😀",
+            "from parquet", "日本語", "ok \ufffd bytes"} <= texts
     assert len(texts) == 33 and not any("never" in t for t in texts)
     # the jsonl file is read twice: once in the folder, once by name
-    assert store.meta["dropped"] == {"duplicates": 3, "blank": 1 + 2 + 2 + 2, "binary_files": 1}
+    dropped = {"duplicates": 3, "blank": 1 + 2 + 2 + 2, "binary_files": 1}
+    assert store.meta["dropped"] == dropped
     assert store.meta["invalid_utf8_documents"] == 1 + 1 + 2
 
 
-@pytest.mark.parametrize("encoding, text", [("cp1251", "Това е книга за деца и за стари хора. "), ("latin-1", "Le caf\xe9 de l'\xe9t\xe9 est ferm\xe9. ")])
-def test_text_of_another_encoding_is_refused(tmp_path, encoding, text):
+@pytest.mark.parametrize("encoding, content", [
+    ("cp1251", "Това е книга за деца и за стари хора. "),
+    ("latin-1", "Le café de l'été est fermé. ")], ids=["cp1251", "latin-1"])
+def test_text_of_another_encoding_is_refused(tmp_path, encoding, content):
     """It would become a run of U+FFFD, three bytes each, and score a wonderful bpb."""
     odd = tmp_path / "odd.txt"
-    odd.write_bytes("\n".join(f"{text}{i}" for i in range(4000)).encode(encoding))
-    with pytest.raises(UserError, match="odd.txt is not UTF-8 .*iconv"):
-        prepare([odd], 280, out=tmp_path / "s")
+    odd.write_bytes("\n".join(f"{content}{i}" for i in range(4000)).encode(encoding))
     write_docs(tmp_path / "texts", 20)
-    with pytest.raises(UserError, match="odd.txt is not UTF-8"):
-        prepare([tmp_path / "texts", odd], 280, out=tmp_path / "s")
+    for corpus in ([odd], [tmp_path / "texts", odd]):
+        with pytest.raises(UserError, match="odd.txt is not UTF-8 .*iconv"):
+            prepare(corpus, 280, out=tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
 def test_replaced_characters_are_counted_for_the_files_they_are_in(tmp_path):
-    """The pinned shard and the training files share their notes: what one had replaced is no fault of the other."""
+    """The pinned shard and the training files share notes: one is not blamed for the other."""
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 " + b"x" * 1000)
     (tmp_path / "b.txt").write_text("short")
     notes = Counter()
@@ -192,32 +181,52 @@ def test_replaced_characters_are_counted_for_the_files_they_are_in(tmp_path):
     assert notes["replaced"] == 1
 
 
-def test_same_corpus_gives_the_same_bytes(small, tmp_path):
-    store, texts = small
-    again = Store(prepare([store.folder.parent / "texts"], 300, out=tmp_path / "again"))
-    assert again.digest == store.digest
-    for name in ("tokenizer.json", "train.bin", "token_bytes.npy"):
-        assert (again.folder / name).read_bytes() == (store.folder / name).read_bytes()
+def test_endless_runs_of_one_character_are_cut(tmp_path):
+    """One run (base64, a genome) would cost the BPE trainer time quadratic in its length."""
+    runs = [c * 100_000 for c in " \né#1"]
+    whole = "a" * 200_000 + "\n" + "ab c\n" * 200 + "".join(runs)
+    (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
+    store = Store(prepare([tmp_path / "a.txt"], 290, out=tmp_path / "s"))
+    assert "".join(documents(store)) == whole
+
+
+@pytest.mark.parametrize("kind", [pa.dictionary(pa.int32(), pa.string()), pa.string_view(),
+                                  pa.large_string()], ids=str)
+def test_every_kind_of_string_column_is_read(kind, tmp_path):
+    column = pa.array([f"{text(i, 40)}{i}" for i in range(30)] + [None, " "])
+    column = column.dictionary_encode() if pa.types.is_dictionary(kind) else column.cast(kind)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    meta = Store(prepare([tmp_path / "a.parquet"], 270, out=tmp_path / "s")).meta
+    assert meta["distinct_documents"] == 30 and meta["dropped"]["blank"] == 2
 
 
 # ---- tokenizer ----
 
-HARD = ["", "plain text", "Привет, мир", "日本語のテキスト", "👩‍👩‍👧 and 🇫🇷", "a\r\nb\n\n\n  c\t\td", "\x00\x01\x7f\x85\u2028", "e\u0301 \u0000", "12345 3.14159",
-        "bad \ufffd\ufffd bytes", "\U0010ffff\u200b\ufeff", "don't I'LL we've", " " * 100, "<|bos|>", "x<|bos|><|reserved_1|>y", "\x1c\x1d\n\x1cx"]
+HARD = ["", "plain text", "Привет, мир", "日本語のテキスト", "👩‍👩‍👧 and 🇫🇷", "a\r\nb\n\n\n  c\t\td",
+        "\x00\x01\x7f\x85\u2028", "e\u0301 \u0000", "12345 3.14159", "bad \ufffd\ufffd bytes",
+        "\U0010ffff\u200b\ufeff", "don't I'LL we've", " " * 100, "<|bos|>",
+        "x<|bos|><|reserved_1|>y", "\x1c\x1d\n\x1cx"]
+
+
+def wild(rng):
+    """A text of characters from all of Unicode."""
+    ranges = [(0, 128), (0, 0xD7FF), (0xE000, 0x110000)]
+    return "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(200))
 
 
 def test_round_trip_and_token_bytes(stdlib):
     rng = random.Random(1)
-    wild = ["".join(chr(rng.choice([rng.randrange(128), rng.randrange(0xD7FF), rng.randrange(0xE000, 0x110000)])) for _ in range(200)) for _ in range(30)]
-    for text in HARD + wild:
-        ids = encode(stdlib.tokenizer, text)
-        assert stdlib.tokenizer.decode(ids) == text
-        assert stdlib.token_bytes[ids].sum() == len(text.encode())
+    for content in HARD + [wild(rng) for _ in range(30)]:
+        ids = encode(stdlib.tokenizer, content)
+        assert stdlib.tokenizer.decode(ids) == content
+        assert stdlib.token_bytes[ids].sum() == len(content.encode())
         assert all(i < stdlib.bos for i in ids)
-    assert stdlib.token_bytes.shape == (8192,) and (stdlib.token_bytes[-4:] == 0).all() and (stdlib.token_bytes[:-4] > 0).all()
-    ids = encode(stdlib.tokenizer, "日")
-    assert len(ids) > 1 and stdlib.token_bytes[ids].sum() == 3  # decoding its tokens one by one would count 3 bytes each
-    assert encode(stdlib.tokenizer, "lone \ud800") == encode(stdlib.tokenizer, "lone \ufffd")
+    counts = stdlib.token_bytes
+    assert counts.shape == (8192,) and (counts[-4:] == 0).all() and (counts[:-4] > 0).all()
+    ids = encode(stdlib.tokenizer, "日")   # decoding its tokens one by one would count 3 bytes each
+    assert len(ids) > 1 and counts[ids].sum() == 3
+    lone, replaced = (encode(stdlib.tokenizer, f"lone {c}") for c in ("\ud800", "\ufffd"))
+    assert lone == replaced
 
 
 def test_digit_runs_are_at_most_two(stdlib):
@@ -225,118 +234,207 @@ def test_digit_runs_are_at_most_two(stdlib):
 
 
 def test_literal_bos_in_documents(tmp_path):
+    """It is text, in a store and in the same text under the store's tokenizer, the same corpus."""
     write_docs(tmp_path / "t", 40)
-    (tmp_path / "t" / "trap.txt").write_text("before <|bos|> after <|reserved_2|>")
+    trap = "before <|bos|> after <|reserved_2|>"
+    (tmp_path / "t" / "trap.txt").write_text(trap)
     store = Store(prepare([tmp_path / "t"], 290, out=tmp_path / "s"))
+    again = open_corpus(str(tmp_path / "t"), str(tmp_path / "s" / "tokenizer.json"))
+    assert isinstance(again, Corpus) and again.bos == store.bos and again.vocab_size == 290
+    assert again.digest == store.digest and again.label == store.label == f"t-{store.digest[:6]}"
+    for name in ("train", "val", "heldout", "token_bytes"):
+        assert np.array_equal(getattr(store, name), getattr(again, name))
     tokens = np.concatenate([store.train, store.val, store.heldout])
     assert (tokens == store.bos).sum() == 41 and tokens.max() == store.bos
-    assert "before <|bos|> after <|reserved_2|>" in documents(tokens, store.bos, store.tokenizer)
+    assert trap in documents(store) and trap in documents(again)
 
 
 def test_cutting_long_documents_changes_no_token(stdlib):
-    rng = random.Random(2)
-    texts = ["".join(rng.choice(["\n", "\r\n", " ", "  ", "a", "'s", "12", "7", "(", ")\n\n", "é", "\t", "\x1c", "\u2028", "\x85"]) for _ in range(3000)) for _ in range(5)]
-    texts.append(Path(data.__file__).read_text())
-    for text in texts:
-        pieces = list(data.cut_document(text, 50))
-        assert "".join(pieces) == text and len(pieces) > 20
-        assert sum((encode(stdlib.tokenizer, p) for p in pieces), []) == encode(stdlib.tokenizer, text)
+    rng, bits = random.Random(2), ["\n", "\r\n", " ", "  ", "a", "'s", "12", "7", "(", ")\n\n", "é",
+                                   "\t", "\x1c", "\u2028", "\x85"]
+    texts = ["".join(rng.choice(bits) for _ in range(3000)) for _ in range(5)]
+    for content in [*texts, Path(data.__file__).read_text()]:
+        pieces = list(data.cut_document(content, 50))
+        assert "".join(pieces) == content and len(pieces) > 20
+        joined = sum((encode(stdlib.tokenizer, p) for p in pieces), [])
+        assert joined == encode(stdlib.tokenizer, content)
 
 
 def test_uint32_above_65536_ids(tmp_path):
-    token_bytes = np.ones(70_000, dtype=np.int64)
-
     class Fake:
         def encode_batch_fast(self, texts, add_special_tokens):
-            return [type("E", (), {"ids": [69_000 + len(t)]}) for t in texts]
+            return [types.SimpleNamespace(ids=[69_000 + len(t)]) for t in texts]
     parts = [(data.TRAIN, "ab"), (data.VAL, "a"), (data.HELDOUT, "abc")]
-    splits = data.write_tokens(tmp_path, parts, Fake(), token_bytes, 6)
-    assert np.fromfile(tmp_path / "train.bin", dtype="<u4").tolist() == [69_996, 69_002] and splits["train"]["tokens"] == 2
+    sizes = data.write_tokens(tmp_path, parts, Fake(), np.ones(70_000, dtype=np.int64), 6)
+    assert np.fromfile(tmp_path / "train.bin", dtype="<u4").tolist() == [69_996, 69_002]
+    assert sizes["train"]["tokens"] == 2
 
 
 # ---- stores ----
 
 def test_a_store_is_reused_or_refused(small, tmp_path):
-    store, _ = small
-    texts = store.folder.parent / "texts"
-    before = (store.folder / "meta.json").stat().st_mtime_ns
-    assert prepare([texts], 300, out=store.folder) == store.folder and (store.folder / "meta.json").stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="vocab_size 300, asked for 301"):
-        prepare([texts], 301, out=store.folder)
-    with pytest.raises(UserError, match="corpus .*asked for stdlib"):
-        prepare("stdlib", 300, out=store.folder)
+    store, _, texts = small
+    written = (store.folder / "meta.json").stat().st_mtime_ns
+    assert prepare([texts], 300, out=store.folder) == store.folder
+    assert (store.folder / "meta.json").stat().st_mtime_ns == written
     other = tmp_path / "texts"
     write_docs(other, 60, size=41)
-    assert Store(prepare([other], 300, out=tmp_path / "other")).digest != store.digest
-    with pytest.raises(UserError, match="another text"):
-        prepare([other], 300, out=store.folder)
+    for corpus, vocab_size, match in ((["stdlib"], 300, "corpus .*asked for stdlib"),
+                                      ([texts], 301, "vocab_size 300, asked for 301"),
+                                      ([other], 300, "another text")):
+        with pytest.raises(UserError, match=match):
+            prepare(corpus, vocab_size, out=store.folder)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="not a store"):
         prepare([texts], 300, out=tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
     (tmp_path / "empty").mkdir()
-    assert Store(prepare([texts], 300, out=tmp_path / "empty")).digest == store.digest
+    again = Store(prepare([texts], 300, out=tmp_path / "empty"))
+    assert again.digest == store.digest
+    for name in ("tokenizer.json", "train.bin", "token_bytes.npy"):
+        assert (again.folder / name).read_bytes() == (store.folder / name).read_bytes()
 
 
-def copy_store(store, to):
-    to.mkdir()
-    for p in store.folder.iterdir():
-        (to / p.name).write_bytes(p.read_bytes())
-    return to
+def test_labels_are_short_and_safe_in_names_of_files(stdlib):
+    assert stdlib.label == ""
+    stdlib.meta["settings"]["corpus"] = ["my books (2)", "more.jsonl", "x" * 50]
+    try:
+        assert stdlib.label == f"my-books-2-+more+xxxxxx-{stdlib.digest[:6]}"
+    finally:
+        stdlib.meta["settings"]["corpus"] = "stdlib"
+    assert batches.label_of(["..."], "0123456789") == "corpus-012345"
+    assert batches.label_of(["книга.txt"], "0123456789") == "книга-012345"
 
 
-def test_broken_stores_are_named(small, tmp_path):
-    store, _ = small
-    with pytest.raises(UserError, match="no such store"):
-        Store(tmp_path / "nowhere")
-    cut = copy_store(store, tmp_path / "cut")
-    os.truncate(cut / "val.bin", 10)
-    with pytest.raises(UserError, match="val.bin was cut"):
-        Store(cut)
-    (cut / "val.bin").unlink()
-    with pytest.raises(UserError, match="val.bin is missing"):
-        prepare([store.folder.parent / "texts"], 300, out=cut)
-    changed = copy_store(store, tmp_path / "changed")
-    raw = bytearray((changed / "token_bytes.npy").read_bytes())
+@pytest.mark.parametrize("damage, match", [
+    (lambda f: shutil.rmtree(f), "no such store"),
+    (lambda f: os.truncate(f / "val.bin", 10), "val.bin was cut"),
+    (lambda f: (f / "val.bin").unlink(), "val.bin is missing"),
+    (lambda f: flip(f / "token_bytes.npy"), "token_bytes.npy was cut or changed"),
+    (lambda f: flip(f / "train.bin"), "train.bin was cut or changed"),
+    (lambda f: (f / "meta.json").unlink(), "not a store"),
+    (lambda f: (f / "meta.json").write_text("{"), "meta.json"),
+    (lambda f: (f / "meta.json").write_text("[]"), "meta.json"),
+    (lambda f: edit_meta(f, format="other"), "not a store"),
+    (lambda f: edit_meta(f, files={}), "not a store"),
+    (lambda f: edit_meta(f, files=None), "not a store"),
+    (lambda f: edit_meta(f, digest="0" * 16), "not a store"),
+    (lambda f: edit_meta(f, digest=None), "not a store"),
+    (lambda f: edit_meta(f, settings={"vocab_size": 301}), "meta.json was changed")])
+def test_broken_stores_are_named(small, tmp_path, damage, match):
+    folder = shutil.copytree(small[0].folder, tmp_path / "s")
+    damage(folder)
+    with pytest.raises(UserError, match=match):
+        Store(folder)
+    if folder.exists():   # nor is one overwritten, or taken for text
+        for reopen in (lambda: prepare([small[2]], 300, out=folder), lambda: open_corpus(folder)):
+            with pytest.raises(UserError, match=match):
+                reopen()
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
     raw[-8] ^= 1
-    (changed / "token_bytes.npy").write_bytes(raw)
-    with pytest.raises(UserError, match="token_bytes.npy was cut or changed"):
-        Store(changed)
-    for content in ("{", "[]", '{"format": "other"}'):
-        (changed / "meta.json").write_text(content)
-        with pytest.raises(UserError, match="meta.json"):
-            Store(changed)
+    path.write_bytes(raw)
+
+
+def edit_meta(folder, **change):
+    """Change the keys of meta.json; None takes one away."""
+    meta = {**json.loads((folder / "meta.json").read_text()), **change}
+    meta = {key: value for key, value in meta.items() if value is not None}
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def test_two_processes_and_a_killed_one(tmp_path):
+    """The command line, twice at once."""
     write_docs(tmp_path / "t", 40)
-    leftover = tmp_path / ".s.abc.tmp"   # what a killed process leaves
-    leftover.mkdir()
-    (leftover / "train.bin").write_bytes(b"half")
-    command = [sys.executable, str(ROOT / "data.py"), "--corpus", str(tmp_path / "t"), "--vocab-size", "290", "--out", str(tmp_path / "s")]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    outs = [p.communicate(timeout=60) for p in runs]
-    assert [p.returncode for p in runs] == [0, 0], outs
-    assert outs[0][0] == outs[1][0] and "train" in outs[0][0]
-    Store(tmp_path / "s")
+    left = tmp_path / ".s.abc.tmp"   # by a process that was killed
+    left.mkdir()
+    (left / "train.bin").write_bytes(b"half")
+    command = [sys.executable, str(ROOT / "data.py"), "--corpus", str(tmp_path / "t"),
+               "--vocab-size", "290", "--out", str(tmp_path / "s")]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    (out, err), other = [p.communicate(timeout=120) for p in both]
+    assert [p.returncode for p in both] == [0, 0] and (out, err) == other and err == ""
+    assert all(word in out for word in ("train", "heldout", "bytes/token", f"--data {tmp_path}/s"))
+    assert Store(tmp_path / "s").vocab_size == 290
     assert sorted(p.name for p in tmp_path.iterdir()) == [".s.abc.tmp", "s", "t"]
 
 
 def test_losing_the_race_keeps_the_winner(small, tmp_path, monkeypatch):
-    store, _ = small
-    out, settings = tmp_path / "s", store.meta["settings"]
-    monkeypatch.setattr(data, "make_store", lambda folder, *rest: ((folder / "mine").write_text("x"), copy_store(store, out)))
-    data.build(out, settings, [])
-    assert Store(out).digest == store.digest and sorted(p.name for p in tmp_path.iterdir()) == ["s"]
+    store, out = small[0], tmp_path / "s"
+
+    def slow(folder, *rest):
+        (folder / "mine").write_text("x")
+        shutil.copytree(store.folder, out)
+    monkeypatch.setattr(data, "make_store", slow)
+    data.build(out, store.meta["settings"], [])
+    assert Store(out).digest == store.digest and [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+# ---- a store, text, or text under a tokenizer ----
+
+def test_text_becomes_a_store(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder, word in (("a", "lamp"), ("b", "stone")):
+        Path(folder).mkdir()
+        lines = [f"{word} {i} of the old house" for i in range(3000)]
+        Path(folder, "input.txt").write_bytes("\n".join(lines).encode()[:40000] + b"\xff")
+    store = open_corpus("a/input.txt", vocab_size=280)
+    assert store.folder == Path("stores/input-280") and store.label.startswith("input-")
+    note = "note: invalid UTF-8 was replaced in 1 documents of a/input.txt\n"
+    assert capsys.readouterr().err == note
+    assert open_corpus("a/input.txt", vocab_size=280).digest == store.digest
+    with pytest.raises(UserError, match="another text"):   # of the same name and size
+        open_corpus("b/input.txt", vocab_size=280)
+
+
+def test_a_stores_own_tokenizer_is_accepted_and_no_other(store, tmp_path):
+    own, other = f"{store}/tokenizer.json", tmp_path / "other.json"
+    assert open_corpus(store, shutil.copy(own, tmp_path / "copy.json")).vocab_size == 300
+    changed = json.loads(Path(own).read_text())
+    changed["model"]["merges"].pop()
+    other.write_text(json.dumps(changed))
+    (tmp_path / "junk.json").write_text('{"a": 1}')
+    from tokenizers import Tokenizer, models
+    foreign = Tokenizer(models.BPE({c: i for i, c in enumerate("abcd")}, []))
+    foreign.save(str(tmp_path / "foreign.json"))
+    (tmp_path / "a.txt").write_text("some text")
+    for corpus, tokenizer, vocab_size, match in [
+            (store, other, None, "not the one"),
+            (store, tmp_path / "junk.json", None, "is no tokenizer.json"),
+            (store, tmp_path / "foreign.json", None, "was not written by data.py"),
+            (store, tmp_path / "missing.json", None, r"is no tokenizer.json \("),
+            (store, "", 400, "the store .* has its own"),
+            (tmp_path / "a.txt", own, 300, "brings its own"),
+            (tmp_path / "nowhere.txt", "", None, "no such file")]:
+        with pytest.raises(UserError, match=match):
+            open_corpus(str(corpus), str(tokenizer), vocab_size)
+
+
+def test_the_default_store_is_prepared_where_it_is_missing(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def fake(corpus, out):
+        made.append(corpus)
+        shutil.copytree(small[0].folder, out)
+    monkeypatch.setattr(data, "prepare", fake)
+    digests = {open_corpus(batches.DEFAULT_STORE).digest for _ in range(2)}
+    assert made == ["stdlib"] and digests == {small[0].digest}
+    assert capsys.readouterr().err.count("preparing the default corpus") == 1
 
 
 # ---- best-fit packing ----
 
-def stream(rng, n, longest, shortest=0, bos=99):
-    out = []
+def stream(seed, n, longest, shortest=0, bos=99):
+    """Token ids of n documents, many of them as short as they may be."""
+    rng, out = random.Random(seed), []
     for _ in range(n):
-        length = rng.choice([shortest, shortest + 1, shortest + 2, rng.randrange(shortest, longest)])
+        short = [shortest, shortest + 1, shortest + 2]
+        length = rng.choice([*short, rng.randrange(shortest, longest)])
         out += [bos] + [rng.randrange(bos) for _ in range(length)]
     return np.array(out, dtype=np.uint16)
 
@@ -344,13 +442,20 @@ def stream(rng, n, longest, shortest=0, bos=99):
 class PlainScan:
     """Best fit written plainly: a list in order of arrival, scanned for every choice."""
 
-    def __init__(self, tokens, bos, batch_size, seq_len, seed, buffer_size):
-        pieces, self.size, self.batch_size, self.buffer_size = [], seq_len + 1, batch_size, buffer_size
+    def __init__(self, tokens, bos, seq_len, seed, buffer_size):
+        pieces, self.size, self.buffer_size = [], seq_len + 1, buffer_size
         for doc in np.split(tokens, np.flatnonzero(tokens == bos))[1:]:
-            text = doc[1:].tolist()
-            pieces += [[bos] + text[i:i + seq_len] for i in range(0, max(len(text), 1), seq_len)]
-        orders = (np.argsort(np.random.PCG64(data.derive_seed("bestfit", seed, e)).random_raw(len(pieces)), kind="stable") for e in range(10**9))
-        self.supply, self.buffer = (pieces[i] for order in orders for i in order), []
+            ids = doc[1:].tolist()
+            starts = range(0, max(len(ids), 1), seq_len)
+            pieces += [[bos] + ids[i:i + seq_len] for i in starts]
+        self.supply, self.buffer = self.supplied(pieces, seed), []
+
+    @staticmethod
+    def supplied(pieces, seed):
+        for epoch in range(10**9):
+            source = np.random.PCG64(derive_seed("bestfit", seed, epoch))
+            for i in np.argsort(source.random_raw(len(pieces)), kind="stable"):
+                yield pieces[i]
 
     def row(self):
         row = []
@@ -359,7 +464,8 @@ class PlainScan:
                 self.buffer.append(next(self.supply))
             space = self.size - len(row)
             fitting = [p for p in self.buffer if len(p) <= space]
-            choice = max(fitting, key=len) if fitting else min(self.buffer, key=len)  # both give the earliest of equals
+            # both give the earliest of equals
+            choice = max(fitting, key=len) if fitting else min(self.buffer, key=len)
             del self.buffer[next(i for i, p in enumerate(self.buffer) if p is choice)]
             row += choice[:space]
         return row
@@ -367,226 +473,250 @@ class PlainScan:
 
 @pytest.mark.parametrize("docs, shortest, longest, seq_len, buffer_size", [
     (60, 0, 20, 16, 10), (200, 0, 70, 16, 50), (3, 0, 12, 8, 1000), (40, 0, 5, 33, 7),
-    (60, 4, 9, 16, 10), (90, 5, 16, 16, 30)])  # the last two have no piece for a small rest: something is cropped in most rows
+    # no piece for a small rest: something is cropped in most rows
+    (60, 4, 9, 16, 10), (90, 5, 16, 16, 30)])
 def test_best_fit_equals_a_plain_scan(docs, shortest, longest, seq_len, buffer_size):
-    tokens = stream(random.Random(docs), docs, longest, shortest)
+    tokens = stream(docs, docs, longest, shortest)
     fast = BestFitBatches(tokens, 99, 4, seq_len, 7, buffer_size)
-    slow = PlainScan(tokens, 99, 4, seq_len, 7, buffer_size)
+    slow = PlainScan(tokens, 99, seq_len, 7, buffer_size)
     for _ in range(60):
         x, y = fast.next()
         rows = torch.tensor([slow.row() for _ in range(4)])
-        assert x.dtype == torch.int64 and torch.equal(x, rows[:, :-1]) and torch.equal(y, rows[:, 1:])
-        assert (x[:, 0] == 99).all()
+        assert torch.equal(x, rows[:, :-1]) and torch.equal(y, rows[:, 1:])
+        assert x.dtype == torch.int64 and (x[:, 0] == 99).all()
     assert fast.epoch >= 2
 
 
 def test_no_text_of_long_documents_is_lost():
-    rng = random.Random(0)
-    tokens = np.array([99] + [rng.randrange(99) for _ in range(100)] + [99] + [5] * 7, dtype=np.uint16)
-    starts, lengths = data.find_pieces(tokens, 99, 16)
+    tokens = np.array([99, *range(90), *range(10), 99] + [5] * 7, dtype=np.uint16)
+    starts, lengths = find_pieces(tokens, 99, 16)
     assert lengths.tolist() == [17] * 6 + [5, 8]
     covered = np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths)])
-    assert covered.tolist() == [i for i in range(len(tokens)) if tokens[i] != 99]
-    starts, lengths = data.find_pieces(np.array([1, 2, 99, 99, 3]), 99, 16)   # no bos in front, an empty document
+    assert covered.tolist() == np.flatnonzero(tokens != 99).tolist()
+    # no bos in front, an empty document
+    starts, lengths = find_pieces(np.array([1, 2, 99, 99, 3]), 99, 16)
     assert starts.tolist() == [0, 3, 4] and lengths.tolist() == [3, 1, 2]
-    assert data.find_pieces(np.array([1, 2, 3]), 99, 2)[1].tolist() == [3, 2]
+    assert find_pieces(np.array([1, 2, 3]), 99, 2)[1].tolist() == [3, 2]
+
+
+def same_batches(a, b, n):
+    """Do the next n batches of both agree in every bit?"""
+    pairs = [(a.next(), b.next()) for _ in range(n)]
+    return all(torch.equal(p, q) for one, other in pairs for p, q in zip(one, other))
 
 
 @pytest.mark.parametrize("warm", [1, 9, 40])
 def test_best_fit_restores_exactly(warm):
-    tokens = stream(random.Random(4), 150, 40)
-    make = lambda: BestFitBatches(tokens, 99, 3, 16, 11, 30)
-    a = make()
+    tokens = stream(4, 150, 40)
+    a, b = (BestFitBatches(tokens, 99, 3, 16, 11, 30) for _ in range(2))
     for _ in range(warm):
         a.next()
-    state = json.loads(json.dumps(a.state_dict()))
-    start = a.epoch
-    expected = [a.next() for _ in range(60)]
-    assert a.epoch > start  # the comparison crosses the end of an epoch
-    b = make()
     b.next()
-    b.load_state_dict(state)
-    for x, y in expected:
-        bx, by = b.next()
-        assert torch.equal(x, bx) and torch.equal(y, by)
+    b.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    start = a.epoch
+    assert same_batches(a, b, 60) and a.epoch > start   # the comparison crosses an epoch's end
     assert b.state_dict() == a.state_dict() and b.epoch == a.epoch
 
 
 def test_best_fit_restores_when_the_buffer_spans_many_epochs():
-    tokens = stream(random.Random(4), 3, 12)
-    a, b = BestFitBatches(tokens, 99, 2, 8, 0), BestFitBatches(tokens, 99, 2, 8, 0)
+    tokens = stream(4, 3, 12)
+    a, b = (BestFitBatches(tokens, 99, 2, 8, 0) for _ in range(2))
     a.next()
     b.load_state_dict(a.state_dict())
-    assert a.epoch > 300 and all(torch.equal(a.next()[0], b.next()[0]) for _ in range(20))
+    assert a.epoch > 300 and same_batches(a, b, 20)
 
 
 def test_batches_refuse_another_state():
-    tokens = stream(random.Random(4), 150, 40)
+    tokens = stream(4, 150, 40)
     state = BestFitBatches(tokens, 99, 3, 16, 11).state_dict()
-    for other in (BestFitBatches(tokens, 99, 3, 16, 12), BestFitBatches(tokens, 99, 3, 15, 11), BestFitBatches(tokens[:500], 99, 3, 16, 11), RandomBatches(tokens, 3, 16, 11)):
+    for other in (BestFitBatches(tokens, 99, 3, 16, 12), BestFitBatches(tokens, 99, 3, 15, 11),
+                  BestFitBatches(tokens[:500], 99, 3, 16, 11), RandomBatches(tokens, 3, 16, 11)):
         with pytest.raises(UserError, match="saved batch state has"):
             other.load_state_dict(state)
 
 
 def test_seed_and_grouping():
-    tokens = stream(random.Random(4), 150, 40)
-    rows = lambda b, n: torch.cat([b.next()[0] for _ in range(n)])
-    whole = rows(BestFitBatches(tokens, 99, 16, 16, 1), 1)
-    assert torch.equal(whole, rows(BestFitBatches(tokens, 99, 4, 16, 1), 4))
-    assert not torch.equal(whole, rows(BestFitBatches(tokens, 99, 16, 16, 2), 1))
+    def rows(batch_size, seed):
+        made = BestFitBatches(stream(4, 150, 40), 99, batch_size, 16, seed)
+        return torch.cat([made.next()[0] for _ in range(16 // batch_size)])
+    assert torch.equal(rows(16, 1), rows(4, 1)) and not torch.equal(rows(16, 1), rows(16, 2))
 
 
-def test_random_crops(stdlib):
-    make = lambda seed=3: RandomBatches(stdlib.train, 4, 64, seed)
-    a = make()
+def test_random_crops(small):
+    tokens = small[0].train
+    a, b, same, other = (RandomBatches(tokens, 4, 64, seed) for seed in (3, 3, 3, 4))
     first = a.next()
-    text = np.asarray(stdlib.train).tobytes()
     for x, y in zip(*first):
-        assert np.append(x.numpy(), y[-1]).astype("<u2").tobytes() in text and torch.equal(x[1:], y[:-1])
-    state = json.loads(json.dumps(a.state_dict()))
-    later = [a.next() for _ in range(3)]
-    b = make()
-    b.load_state_dict(state)
-    assert all(torch.equal(p, q) for pair, other in zip(later, (b.next() for _ in range(3))) for p, q in zip(pair, other))
-    assert not torch.equal(first[0], make(4).next()[0]) and torch.equal(first[0], make().next()[0])
-    tiny = RandomBatches(np.arange(10, dtype=np.uint16), 500, 8, 0)    # every start and no other occurs
+        crop = np.append(x.numpy(), y[-1]).astype("<u2")
+        assert crop.tobytes() in np.asarray(tokens).tobytes() and torch.equal(x[1:], y[:-1])
+    b.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    assert same_batches(a, b, 3)
+    assert torch.equal(first[0], same.next()[0]) and not torch.equal(first[0], other.next()[0])
+    tiny = RandomBatches(np.arange(10, dtype=np.uint16), 500, 8, 0)
+    # every start and no other occurs
     assert set(tiny.next()[0][:, 0].tolist()) == {0, 1} and tiny.epoch == 400
 
 
-def test_a_split_shorter_than_a_row():
-    for make in (lambda t: BestFitBatches(t, 99, 2, 16, 0), lambda t: RandomBatches(t, 2, 16, 0)):
-        with pytest.raises(UserError, match="has 16 tokens, one row needs 17"):
-            make(np.full(16, 99, dtype=np.uint16))
-        make(np.full(17, 99, dtype=np.uint16)).next()
+@pytest.mark.parametrize("make", [lambda t: BestFitBatches(t, 99, 2, 16, 0),
+                                  lambda t: RandomBatches(t, 2, 16, 0)], ids=["bestfit", "random"])
+def test_a_split_shorter_than_a_row(make):
+    with pytest.raises(UserError, match="has 16 tokens, one row needs 17"):
+        make(np.full(16, 99, dtype=np.uint16))
+    make(np.full(17, 99, dtype=np.uint16)).next()
 
 
 # ---- evaluation ----
 
 @pytest.mark.parametrize("n, world", [(1000, 1), (1000, 3), (96, 4), (5, 2), (1024, 2)])
 def test_every_token_is_a_target_once(n, world):
-    tokens = np.random.default_rng(0).integers(0, 99, n).astype(np.uint16)
-    rows = {}
+    tokens, rows = np.random.default_rng(0).integers(0, 99, n).astype(np.uint16), {}
     for rank in range(world):
-        seen = list(eval_batches(tokens, 99, 4, 16, rank=rank, world=world))
-        mine = torch.cat([y for _, y in seen]) if seen else torch.empty(0, 16)
-        for k, y in enumerate(mine[(mine[:, 0] >= 0)] if len(mine) else []):
-            rows[rank + k * world] = y
-        for x, y in seen:
+        mine = []
+        for x, y in eval_batches(tokens, 99, 4, 16, rank=rank, world=world):
             assert x.shape == y.shape and x.shape[1] == 16 and (x[:, 0] == 99).all()
-            real = y[:, :-1] >= 0
-            assert torch.equal(x[:, 1:][real], y[:, :-1][real]) and (x[:, 1:][~real] == 99).all()
-    stream = torch.cat([rows[k] for k in sorted(rows)])
-    assert stream[stream >= 0].tolist() == tokens.tolist() and (stream < 0).sum() == -n % 16
+            shown = torch.where(y[:, :-1] >= 0, y[:, :-1], 99)
+            assert torch.equal(x[:, 1:], shown)
+            mine += [row for row in y if row[0] >= 0]   # the last batch may be filled up
+        rows.update({rank + k * world: row for k, row in enumerate(mine)})
+    targets = torch.cat([rows[k] for k in sorted(rows)])
+    assert targets[targets >= 0].tolist() == tokens.tolist() and (targets < 0).sum() == -n % 16
 
 
 def test_the_paper_counts_320_batches():
     """At a 64th of the row length, on a split a 64th as long."""
     tokens = np.zeros(data.EVAL_TOKENS // 64, dtype=np.uint16)
-    count = lambda **kw: [tuple(y.shape) for _, y in eval_batches(tokens, 99, 32, 32, **kw)]
-    assert count() == [(32, 32)] * 320 and count(rank=1, world=8) == [(32, 32)] * 40
-    assert count(max_tokens=1025) == [(32, 32)] * 2 and count(max_tokens=40) == [(2, 32)]
+
+    def shapes(**kw):
+        return [tuple(y.shape) for _, y in eval_batches(tokens, 99, 32, 32, **kw)]
+    assert shapes() == [(32, 32)] * 320 and shapes(rank=1, world=8) == [(32, 32)] * 40
+    assert shapes(max_tokens=1025) == [(32, 32)] * 2 and shapes(max_tokens=40) == [(2, 32)]
+
+
+def test_windows_show_every_token_once():
+    tokens = np.arange(100, dtype=np.uint16)
+    parts = list(fixed_windows(tokens, 3, 7))
+    x, y = (torch.cat([p[i].flatten() for p in parts]) for i in (0, 1))
+    assert x.tolist() == list(range(98)) and y.tolist() == list(range(1, 99))
+    assert parts[0][0].shape == (3, 7) and parts[-1][0].shape == (2, 7)
+    assert sum(p[1].numel() for p in fixed_windows(tokens, 3, 7, 50)) == 49
+    assert torch.equal(list(fixed_windows(tokens, 3, 7))[1][0], parts[1][0])
 
 
 class Uniform(torch.nn.Module):
-    def __init__(self, vocab):
+    """Gives every id the same probability."""
+
+    def __init__(self, vocab, seq_len=16):
         super().__init__()
         self.vocab, self.modes = vocab, []
+        self.cfg = types.SimpleNamespace(sequence_len=seq_len)
 
     def forward(self, idx, targets, reduction):
         assert reduction == "none" and not torch.is_grad_enabled()
         self.modes.append(self.training)
-        return torch.nn.functional.cross_entropy(torch.zeros(*idx.shape, self.vocab).transpose(1, 2), targets, ignore_index=-1, reduction="none")
+        nats = torch.full(idx.shape, math.log(self.vocab))
+        return nats.masked_fill(targets < 0, 0.0)
 
 
 def test_bpb_of_a_uniform_model(small):
-    store, _ = small
-    text = "Привет 日本 👩‍👩‍👧 \ufffd plain"
-    ids = encode(store.tokenizer, text)
+    store = small[0]
+    content = "Привет 日本 👩‍👩‍👧 \ufffd plain"
+    ids, size = encode(store.tokenizer, content), len(content.encode())
     tokens = np.array([store.bos] + ids, dtype=np.uint16)
     model = Uniform(store.vocab_size).train()
-    got = evaluate_bpb(model, eval_batches(tokens, store.bos, 2, 8), store.token_bytes)
-    assert got["bytes"] == len(text.encode()) and got["tokens"] == len(ids) + 1  # bos is a target without bytes
-    assert got["bpb"] == pytest.approx(math.log2(store.vocab_size) * len(ids) / len(text.encode()), rel=1e-6)
-    assert got["loss"] == pytest.approx(math.log(store.vocab_size), rel=1e-6)
-    assert got["nats"] == pytest.approx(math.log(store.vocab_size) * len(ids), rel=1e-6)
+
+    def score(tokens, progress=None, **kw):
+        rows = eval_batches(tokens, store.bos, 2, 8, **kw)
+        return evaluate_bpb(model, rows, store.token_bytes, progress=progress)
+    got, nats = score(tokens), math.log(store.vocab_size)
     assert not any(model.modes) and model.training
-    half = [evaluate_bpb(model.eval(), eval_batches(tokens, store.bos, 2, 8, rank=r, world=2), store.token_bytes, progress="val") for r in range(2)]
-    assert sum(h["bytes"] for h in half) == got["bytes"] and sum(h["nats"] for h in half) == pytest.approx(got["nats"])
-    assert not model.training
-    assert math.isnan(evaluate_bpb(model, eval_batches(tokens[:0], store.bos, 2, 8), store.token_bytes)["bpb"])
+    assert got["bytes"] == size and got["tokens"] == len(ids) + 1  # bos is a target without bytes
+    assert got["bpb"] == pytest.approx(nats / math.log(2) * len(ids) / size, rel=1e-6)
+    assert got["loss"] == pytest.approx(nats, rel=1e-6)
+    assert got["nats"] == pytest.approx(nats * len(ids), rel=1e-6)
+    model.eval()
+    half = [score(tokens, "val", rank=rank, world=2) for rank in range(2)]
+    assert sum(h["bytes"] for h in half) == size and not model.training
+    assert sum(h["nats"] for h in half) == pytest.approx(got["nats"])
+    assert math.isnan(score(tokens[:0])["bpb"])
 
 
-def test_bpb_weighs_each_target(small):
+def test_bpb_weighs_each_target():
     """Unequal losses and byte counts, against the sum written out."""
-    token_bytes = np.array([1, 2, 3, 0], dtype=np.int64)
     nats = torch.tensor([[0.5, 1.25, 2.0, 4.0]])
 
     class Fixed(torch.nn.Module):
         def forward(self, idx, targets, reduction):
             return nats.masked_fill(targets < 0, 0.0)
-    got = evaluate_bpb(Fixed(), [(torch.zeros(1, 4).long(), torch.tensor([[2, 3, 0, -1]]))], token_bytes)
+    rows = [(torch.zeros(1, 4).long(), torch.tensor([[2, 3, 0, -1]]))]
+    got = evaluate_bpb(Fixed(), rows, np.array([1, 2, 3, 0], dtype=np.int64))
     assert got["nats"] == 2.5 and got["bytes"] == 4 and got["tokens"] == 3
-    assert got["bpb"] == pytest.approx(2.5 / (4 * math.log(2)), rel=1e-12) and got["loss"] == pytest.approx(3.75 / 3)
+    assert got["bpb"] == pytest.approx(2.5 / (4 * math.log(2)), rel=1e-12)
+    assert got["loss"] == pytest.approx(3.75 / 3)
 
 
 def test_both_splits_are_scored(small):
-    store, _ = small
-    model = Uniform(store.vocab_size)
-    model.cfg = types.SimpleNamespace(sequence_len=16)
-    got = data.evaluate_splits(model, store, 4)
+    store, model = small[0], Uniform(300)
+    got = evaluate_splits(model, store, 4)
     for name in ("val", "heldout"):
         size = store.meta["splits"][name]
         assert got[f"{name}_tokens"] == size["tokens"] and got[f"{name}_bytes"] == size["bytes"]
-        texts = size["tokens"] - size["documents"]
-        assert got[f"{name}_bpb"] == pytest.approx(math.log2(store.vocab_size) * texts / size["bytes"], rel=1e-6)
-    assert data.evaluate_splits(model, store, 4, max_tokens=33)["heldout_tokens"] == 33
+        bits = math.log2(300) * (size["tokens"] - size["documents"])
+        assert got[f"{name}_bpb"] == pytest.approx(bits / size["bytes"], rel=1e-6)
+    assert evaluate_splits(model, store, 4, max_tokens=33)["heldout_tokens"] == 33
 
 
 # ---- bad input ----
 
-def bad(path, name, content):
-    p = path / name
-    p.write_bytes(content) if isinstance(content, bytes) else p.write_text(content)
-    return [p]
+def one_file(name, content):
+    """A function that writes this file into a folder and returns the corpus."""
+    def make(folder):
+        path = folder / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return [path]
+    return make
 
 
-def truncated_parquet(path):
-    pq.write_table(pa.table({"text": ["a" * 100] * 50}), path / "cut.parquet")
-    os.truncate(path / "cut.parquet", 200)
-    return [path / "cut.parquet"]
+def parquet(*names, cut=False, **columns):
+    def make(folder):
+        path = folder / "t.parquet"
+        table = pa.Table.from_arrays(list(map(pa.array, columns.values())), names or list(columns))
+        pq.write_table(table, path)
+        if cut:
+            os.truncate(path, 200)
+        return [path]
+    return make
 
 
-def parquet(path, **columns):
-    pq.write_table(pa.table(columns), path / "t.parquet")
-    return [path / "t.parquet"]
+def only_a_binary_file(folder):
+    return [one_file("x.bin", b"\0")(folder)[0].parent]
 
 
 BAD = {
-    "missing": (lambda p: [p / "none.txt"], "none.txt: no such file"),
-    "empty file": (lambda p: bad(p, "e.txt", ""), "e.txt is empty"),
-    "blank file": (lambda p: bad(p, "b.txt", " \n"), "no text .*1 blank"),
-    "binary file": (lambda p: bad(p, "x.bin", b"\x7fELF\0\0"), "x.bin is a binary file"),
-    "folder without text": (lambda p: [bad(p, "x.bin", b"\0")[0].parent], "no text .*0 blank documents, 1 binary"),
-    "jsonl without text": (lambda p: bad(p, "r.jsonl", '{"text": "a"}\n{"body": 1}\n'), r'r.jsonl, line 2: .*"text"'),
-    "jsonl list": (lambda p: bad(p, "r.jsonl", "[1]\n"), "r.jsonl, line 1"),
-    "jsonl number": (lambda p: bad(p, "r.jsonl", "7\n"), "r.jsonl, line 1"),
-    "jsonl not json": (lambda p: bad(p, "r.jsonl", '{"text": "a"}\n\n{"text"'), "r.jsonl, line 3"),
-    "jsonl text a number": (lambda p: bad(p, "r.jsonl", '{"text": 5}'), "line 1: \"text\" is a int"),
-    "jsonl binary": (lambda p: bad(p, "r.jsonl", b"\0\1\2\xff"), "r.jsonl, line 1"),
-    "truncated parquet": (truncated_parquet, "cut.parquet is not a readable"),
-    "parquet that is text": (lambda p: bad(p, "t.parquet", "hello"), "t.parquet is not a readable"),
-    "parquet without text": (lambda p: parquet(p, body=["a"]), 'no column "text" .it has body'),
-    "parquet of numbers": (lambda p: parquet(p, text=[1, 2]), "holds int64"),
-    "too small for the vocabulary": (lambda p: bad(p, "s.txt", "abc " * 200), "too small for 8192 ids: it yields .*--vocab_size"),
+    "missing": (lambda folder: [folder / "none.txt"], "none.txt: no such file"),
+    "empty file": (one_file("e.txt", ""), "e.txt is empty"),
+    "blank file": (one_file("b.txt", " \n"), "no text .*1 blank"),
+    "binary file": (one_file("x.bin", b"\x7fELF\0\0"), "x.bin is a binary file"),
+    "folder without text": (only_a_binary_file, "no text .*0 blank documents, 1 binary"),
+    "jsonl without text": (one_file("r.jsonl", '{"text": "a"}\n{"body": 1}\n'), r'r.jsonl, line 2: .*"text"'),
+    "jsonl list": (one_file("r.jsonl", "[1]\n"), "r.jsonl, line 1"),
+    "jsonl number": (one_file("r.jsonl", "7\n"), "r.jsonl, line 1"),
+    "jsonl not json": (one_file("r.jsonl", '{"text": "a"}\n\n{"text"'), "r.jsonl, line 3"),
+    "jsonl text a number": (one_file("r.jsonl", '{"text": 5}'), 'line 1: "text" is a int'),
+    "jsonl binary": (one_file("r.jsonl", b"\0\1\2\xff"), "r.jsonl, line 1"),
+    "truncated parquet": (parquet(text=["a" * 100] * 50, cut=True), "t.parquet is not a readable"),
+    "parquet that is text": (one_file("t.parquet", "hello"), "t.parquet is not a readable"),
+    "parquet without text": (parquet(body=["a"]), 'no column "text" .it has body'),
+    "parquet of numbers": (parquet(text=[1, 2]), "holds int64"),
+    "two text columns": (parquet("text", "text", a=["a"], b=["b"]), "parquet"),
+    "too small": (one_file("s.txt", "abc " * 200), "too small for 8192 ids: it yields .*--vocab_size"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_corpora(name, tmp_path):
     make, message = BAD[name]
-    folder = tmp_path / "in"
-    folder.mkdir()
-    corpus = make(folder)
+    (tmp_path / "in").mkdir()
+    corpus = make(tmp_path / "in")
     with pytest.raises(UserError, match=message) as err:
         prepare(corpus, out=tmp_path / "out")
     assert "\n" not in str(err.value)
@@ -594,7 +724,7 @@ def test_bad_corpora(name, tmp_path):
 
 
 def test_the_suggested_vocabulary_works(tmp_path):
-    corpus = bad(tmp_path, "s.txt", sentence(random.Random(0), 300))
+    corpus = one_file("s.txt", text(0, 300))(tmp_path)
     with pytest.raises(UserError) as err:
         prepare(corpus, out=tmp_path / "out")
     size = int(str(err.value).split("--vocab_size ")[1].split()[0])
@@ -605,94 +735,31 @@ def test_the_suggested_vocabulary_works(tmp_path):
 
 def test_a_few_characters_are_too_few(tmp_path):
     with pytest.raises(UserError, match="0 tokens are left for val"):
-        prepare(bad(tmp_path, "s.txt", "abcdefgh"), 260, out=tmp_path / "out")
-
-
-def run(*args):
-    return subprocess.run([sys.executable, str(ROOT / "data.py"), *map(str, args)], capture_output=True, text=True, timeout=60)
-
-
-def cli_error(capsys, *args):
-    with pytest.raises(SystemExit) as stop:
-        data.cli(data.main, [str(a) for a in args])
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, err
-    return err
-
-
-def test_command_line_mistakes(capsys, tmp_path):
-    text = bad(tmp_path, "a.txt", "some text")[0]
-    assert "least is 260" in cli_error(capsys, "--vocab_size", 259)
-    assert "--shards belongs to" in cli_error(capsys, "--shards", 3)
-    assert "the most is 6542" in cli_error(capsys, "--corpus", "climbmix", "--shards", 6543)
-    assert "--corpus is given twice" in cli_error(capsys, "--corpus", text, "--corpus", text)
-    assert "given twice" in cli_error(capsys, "--out", "a", "--out", "b")
-    assert "--vocab" in cli_error(capsys, "--vocab", 300)
-    assert "is a file" in cli_error(capsys, "--corpus", text, "--out", text)
-    assert "cannot prepare" in cli_error(capsys, "--corpus", text, "--out", text / "below")
-    assert "expected at least one" in cli_error(capsys, "--corpus")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_command_line_end_to_end(tmp_path):
-    write_docs(tmp_path / "t", 40)
-    done = run("--corpus", tmp_path / "t", "--vocab-size", 290, "--out", tmp_path / "s")
-    assert done.returncode == 0 and done.stderr == "" and "heldout" in done.stdout and "bytes/token" in done.stdout
-    assert Store(tmp_path / "s").vocab_size == 290
-
-
-def test_endless_runs_of_one_character_are_cut(tmp_path):
-    """Files that are one run (base64, genomes, blank lines) would cost the BPE trainer time quadratic in their length."""
-    text = "a" * 200_000 + "\n" + "ab c\n" * 200 + " " * 100_000 + "\n" * 100_000 + "é" * 100_000 + "#" * 100_000 + "1" * 100_000
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    store = Store(prepare([tmp_path / "a.txt"], 290, out=tmp_path / "s"))
-    whole = "".join("".join(documents(np.asarray(getattr(store, s)), store.bos, store.tokenizer)) for s in ("train", "val", "heldout"))
-    assert whole == text
-
-
-@pytest.mark.parametrize("kind", [pa.dictionary(pa.int32(), pa.string()), pa.string_view(), pa.large_string()], ids=str)
-def test_every_kind_of_string_column_is_read(kind, tmp_path):
-    texts = [sentence(random.Random(i)) for i in range(30)] + [None, " "]
-    column = pa.array(texts)
-    column = column.dictionary_encode() if pa.types.is_dictionary(kind) else column.cast(kind)
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    meta = Store(prepare([tmp_path / "a.parquet"], 270, out=tmp_path / "s")).meta
-    assert meta["distinct_documents"] == 30 and meta["dropped"]["blank"] == 2
-
-
-def test_two_text_columns_are_refused(tmp_path):
-    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="parquet"):
-        prepare([tmp_path / "a.parquet"], 270, out=tmp_path / "s")
-
-
-@pytest.mark.parametrize("change", [dict(files={}), dict(digest="0" * 16), dict(files=None), dict(digest=None)])
-def test_an_edited_meta_is_not_trusted(small, tmp_path, change):
-    copy_store(small[0], tmp_path / "s")
-    meta = json.loads((tmp_path / "s" / "meta.json").read_text())
-    meta = {k: v for k, v in {**meta, **change}.items() if v is not None}
-    (tmp_path / "s" / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="not a store"):
-        Store(tmp_path / "s")
-
-
-def test_another_vocabulary_in_meta_and_other_tokens_of_the_same_size(small, tmp_path):
-    copy_store(small[0], tmp_path / "s")
-    path = tmp_path / "s" / "meta.json"
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps({**meta, "settings": {**meta["settings"], "vocab_size": meta["settings"]["vocab_size"] + 1}}))
-    with pytest.raises(UserError, match="was changed"):
-        Store(tmp_path / "s")
-    path.write_text(json.dumps(meta))
-    tokens = (tmp_path / "s" / "train.bin").read_bytes()
-    (tmp_path / "s" / "train.bin").write_bytes(b"\xff" * len(tokens))
-    with pytest.raises(UserError, match="cut or changed"):
-        Store(tmp_path / "s")
+        prepare(one_file("s.txt", "abcdefgh")(tmp_path), 260, out=tmp_path / "out")
 
 
 def test_out_inside_the_corpus_and_empty_paths(tmp_path):
-    write_docs(tmp_path / "c", 25)
-    for corpus, out in (([tmp_path / "c"], tmp_path / "c" / "store"), ([""], tmp_path / "s"), ([tmp_path / "c"], "")):
+    folder = tmp_path / "c"
+    write_docs(folder, 25)
+    for corpus, out in (([folder], folder / "store"), ([""], tmp_path / "s"), ([folder], "")):
         with pytest.raises(UserError, match="inside|empty"):
             prepare(corpus, 270, out=out)
-    assert not (tmp_path / "c" / "store").exists()
+    assert not (folder / "store").exists()
+
+
+def test_command_line_mistakes(capsys, tmp_path):
+    path = one_file("a.txt", "some text")(tmp_path)[0]
+    for argv, message in [
+            (["--vocab_size", 259], "least is 260"), (["--shards", 3], "--shards belongs to"),
+            (["--corpus", "climbmix", "--shards", 6543], "the most is 6542"),
+            (["--corpus", path, "--corpus", path], "--corpus is given twice"),
+            (["--out", "a", "--out", "b"], "given twice"), (["--vocab", 300], "--vocab"),
+            (["--corpus", path, "--out", path], "is a file"),
+            (["--corpus", path, "--out", path / "below"], "cannot prepare"),
+            (["--corpus"], "expected at least one")]:
+        with pytest.raises(SystemExit) as stop:
+            data.cli(data.main, [str(a) for a in argv])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and out == "" and err.count("\n") == 1
+        assert err.startswith("error: ") and message in err
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]

@@ -1,10 +1,11 @@
-"""optim.py, the rules of the ablations: per-head Muon, MuonClip, meProp and warm-up, against loops written from their definitions."""
+"""optim.py, the rules of the ablations, against loops written from their definitions."""
 import math
 
 import pytest
 import torch
 
-from optim import (MuonAdamW, head_blocks, join_heads, keep_topk_, lr_multiplier, polar_express, qk_clip_, warmup_multiplier)
+from optim import (SCHEDULES, MuonAdamW, head_blocks, join_heads, keep_topk_, polar_express,
+                   qk_clip_, warmup_multiplier)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -15,9 +16,9 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 def test_warmup_is_a_line_and_the_rest_the_schedule():
     assert [warmup_multiplier(s, 100, 4) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    for kind in ("cosine", "wsd", "linear", "trapezoid"):
+    for name, schedule in SCHEDULES.items():
         for step in (4, 5, 17, 52, 99, 100):
-            assert warmup_multiplier(step, 100, 4, kind) == lr_multiplier((step - 4) / 96, kind)
+            assert warmup_multiplier(step, 100, 4, name) == schedule((step - 4) / 96)
     assert warmup_multiplier(0, 100, 0) == 1 and abs(warmup_multiplier(50, 100, 0) - 0.5) < 1e-12
     assert warmup_multiplier(5, 5, 5) == 1   # all warm-up: nothing left to divide by
 
@@ -29,14 +30,16 @@ def test_head_blocks_are_the_heads_slices(axis):
     W = random(3, 15, 10, seed=1)
     blocks = head_blocks(W, 5, axis)
     for h in range(5):
-        assert torch.equal(blocks[:, h], W[:, 3 * h:3 * h + 3] if axis == -2 else W[:, :, 2 * h:2 * h + 2])
+        rows, columns = W[:, 3 * h:3 * h + 3], W[:, :, 2 * h:2 * h + 2]
+        assert torch.equal(blocks[:, h], rows if axis == -2 else columns)
     assert torch.equal(join_heads(blocks, axis), W)
 
 
 def muon_step(params, grads, steps=3, **group):
     """Weights after a few MuonAdamW steps of one muon group."""
     params = [p.clone().requires_grad_() for p in params]
-    opt = MuonAdamW([dict(kind="muon", params=params, lr=0.1, momentum=0.9, polar_dtype=torch.float64, **group)])
+    shared = dict(kind="muon", params=params, lr=0.1, momentum=0.9, polar_dtype=torch.float64)
+    opt = MuonAdamW([dict(shared, **group)])
     for i in range(steps):
         for p, g in zip(params, grads):
             p.grad = g * (i + 1)
@@ -44,7 +47,8 @@ def muon_step(params, grads, steps=3, **group):
     return [p.detach() for p in params]
 
 
-@pytest.mark.parametrize("axis, shape", [(-2, (12, 7)), (-1, (7, 12)), (-2, (12, 40)), (-1, (5, 4))])
+@pytest.mark.parametrize("axis, shape", [
+    (-2, (12, 7)), (-1, (7, 12)), (-2, (12, 40)), (-1, (5, 4))])
 def test_per_head_muon_equals_a_loop_over_heads(axis, shape):
     p, g = random(*shape, seed=2), random(*shape, seed=3)
     n = 4
@@ -54,9 +58,9 @@ def test_per_head_muon_equals_a_loop_over_heads(axis, shape):
         u = 0.1 * g * (i + 1) + 0.9 * buf
         size = shape[axis] // n
         for h in range(n):
-            at = (slice(h * size, (h + 1) * size), slice(None)) if axis == -2 else (slice(None), slice(h * size, (h + 1) * size))
-            block = u[at]
-            want[at] -= 0.1 * max(1, block.size(0) / block.size(1)) ** 0.5 * polar_express(block)
+            block, target = (z.narrow(axis, h * size, size) for z in (u, want))
+            scale = max(1, block.size(0) / block.size(1)) ** 0.5
+            target -= 0.1 * scale * polar_express(block)
     (got,) = muon_step([p], [g], normuon=False, heads=n, head_axis=axis)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     (whole,) = muon_step([p], [g], normuon=False)
@@ -65,10 +69,12 @@ def test_per_head_muon_equals_a_loop_over_heads(axis, shape):
 
 @pytest.mark.parametrize("normuon", [True, False])
 def test_one_block_is_plain_muon_bit_for_bit(normuon):
-    ps, gs = [random(6, 9, seed=s, dtype=torch.float32).double() for s in (1, 2)], [random(6, 9, seed=s) for s in (3, 4)]
-    plain = muon_step(ps, gs, normuon=normuon, weight_decay=0.1)
+    ps, gs = ([random(6, 9, seed=s) for s in seeds] for seeds in ((1, 2), (3, 4)))
+    group = dict(normuon=normuon, weight_decay=0.1)
+    plain = muon_step(ps, gs, **group)
     for axis in (-2, -1):
-        assert all(torch.equal(a, b) for a, b in zip(plain, muon_step(ps, gs, normuon=normuon, weight_decay=0.1, heads=1, head_axis=axis)))
+        for a, b in zip(plain, muon_step(ps, gs, heads=1, head_axis=axis, **group)):
+            assert torch.equal(a, b)
 
 
 def test_a_stack_of_matrices_is_updated_matrix_by_matrix():
@@ -81,7 +87,8 @@ def test_a_stack_of_matrices_is_updated_matrix_by_matrix():
 
 def test_normuon_switch_acts():
     p, g = random(8, 5, seed=7), random(8, 5, seed=8)
-    assert (muon_step([p], [g], normuon=True)[0] - muon_step([p], [g], normuon=False)[0]).abs().max() > 1e-3
+    (on,), (off,) = (muon_step([p], [g], normuon=normuon) for normuon in (True, False))
+    assert (on - off).abs().max() > 1e-3
 
 
 # ---- MuonClip ----
@@ -101,7 +108,8 @@ def test_qk_clip_brings_each_hot_head_to_tau_and_leaves_the_rest():
     torch.testing.assert_close(after, before.clamp_max(tau), rtol=1e-12, atol=1e-12)
     for h in range(4):
         rows = slice(3 * h, 3 * h + 3)
-        assert torch.equal(a[rows], wq[rows]) == torch.equal(b[rows], wk[rows]) == bool(before[h] <= tau)
+        kept = bool(before[h] <= tau)
+        assert torch.equal(a[rows], wq[rows]) == torch.equal(b[rows], wk[rows]) == kept
     assert 0 < (before > tau).sum() < 4
 
 

@@ -1,33 +1,51 @@
-"""Two ranks (gloo, CPU) against one process, and ranks that die."""
+"""Two and three ranks (gloo, CPU) against one process, and ranks that die."""
 import json
-import os
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
 
+from helpers import ROOT, final, sh
 from optim import MuonAdamW, polar_express
-from test_train_oe import ROOT, final, flags, run, store  # noqa: F401  (store is a fixture)
+from test_train_oe import flags, run
+
+# argv: ROOT, rank, step, signal number, flags...: that rank gets the signal during the step
+SIGNAL_ONE_RANK = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import runs, train_oe
+rank, step, number, real = *map(int, sys.argv[2:5]), runs.Run.log
+def log(self, loss):
+    if self.step == step and self.rank == rank:
+        os.kill(os.getpid(), number)
+    real(self, loss)
+runs.Run.log = log
+print(train_oe.train(train_oe.parse(sys.argv[5:]))["status"])
+"""
 
 
-def torchrun(script, *argv, ranks=2, **kw):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script), *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}, **kw)
+def torchrun(script, *argv, ranks=2):
+    launch = ("torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
+    return sh("-m", *launch, script, *argv)
 
 
-@pytest.mark.parametrize("arm, ranks", [pytest.param("00_dense_native", 2, marks=pytest.mark.slow),
-                                        pytest.param("10_oe_native", 2, marks=pytest.mark.slow),
-                                        pytest.param("12_oe_joint", 2, marks=pytest.mark.slow), ("12do_oe_decoupled_x0_out", 3)])
-def test_ranks_equal_one_process_over_20_steps(store, tmp_path, arm, ranks):  # noqa: F811
-    # In float64: in float32 the first step of the residual scalars is the sign of a rounding error (OE 4.5), which no split of the
-    # batch can keep. 3 ranks: 2 layers hold 8 square matrices and 2 gates, not a multiple.
-    kw = dict(arm=arm, steps=20, dtype="float64", batch_size=6, accum=1, threads=1, **(dict(oe_m=501) if "oe" in arm else {}))
+@pytest.mark.parametrize("arm, ranks", [
+    pytest.param("00_dense_native", 2, marks=pytest.mark.slow),
+    pytest.param("10_oe_native", 2, marks=pytest.mark.slow),
+    pytest.param("12_oe_joint", 2, marks=pytest.mark.slow), ("12do_oe_decoupled_x0_out", 3)])
+def test_ranks_equal_one_process_over_20_steps(store, tmp_path, arm, ranks):
+    # In float64: in float32 the first step of the residual scalars is the sign of a rounding error
+    # (OE 4.5), which no split of the batch can keep. 3 ranks: 2 layers hold 8 square matrices and
+    # 2 gates, not a multiple.
+    kw = dict(arm=arm, steps=20, dtype="float64", batch_size=6, micro_batch=6)
+    if "oe" in arm:
+        kw["oe_m"] = 501
     one = run(store, tmp_path / "one", **kw)
     done = torchrun(ROOT / "train_oe.py", *flags(store, tmp_path / "many", **kw), ranks=ranks)
     assert done.returncode == 0, done.stderr[-2000:]
     many = json.loads((tmp_path / "many" / f"{one['run']}.json").read_text())
-    assert many["config"]["ranks"] == ranks and len(list((tmp_path / "many").glob("*.json"))) == 1
+    assert many["env"]["ranks"] == ranks and many["changed"] == one["changed"]
+    assert len(list((tmp_path / "many").glob("*.json"))) == 1
     for (_, a), (_, b) in zip(one["curve"], many["curve"]):
         assert abs(a - b) < 1e-5
     a, b = final(tmp_path / "one"), final(tmp_path / "many")
@@ -38,58 +56,52 @@ def test_ranks_equal_one_process_over_20_steps(store, tmp_path, arm, ranks):  # 
 
 
 @pytest.mark.slow
-def test_a_run_stopped_on_two_ranks_goes_on_in_one(store, tmp_path):  # noqa: F811
-    kw = dict(steps=10, dtype="float64", threads=1, oe_m=501)
+def test_a_run_stopped_on_two_ranks_goes_on_in_one(store, tmp_path):
+    kw = dict(steps=10, dtype="float64", oe_m=501)
     one = run(store, tmp_path / "one", **kw)
-    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); import train_oe\n"
-            "real = train_oe.train_step\n"
-            "def step(*a):\n"
-            "    if a[4] == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)\n"  # one rank alone is told to stop
-            "    return real(*a)\n"
-            "train_oe.train_step = step\n"
-            "sys.argv = sys.argv[1:]\n"
-            "print(train_oe.train(train_oe.parse(sys.argv[1:]))['status'])\n")
     script = tmp_path / "stop.py"
-    script.write_text(code)
-    done = torchrun(script, str(ROOT), *flags(store, tmp_path / "two", **kw))
-    assert done.returncode == 0 and done.stdout.count("stopped\n") == 2, done.stdout + done.stderr[-2000:]
-    assert final(tmp_path / "two")["step"] == 4
+    script.write_text(SIGNAL_ONE_RANK)
+    told = (ROOT, 1, 3, int(signal.SIGTERM))      # one rank alone is told to stop
+    done = torchrun(script, *told, *flags(store, tmp_path / "two", **kw))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("stopped\n") == 2 and final(tmp_path / "two")["step"] == 4
     again = run(store, tmp_path / "two", resume=True, **kw)
-    assert again["steps"] == 10 and abs(again["curve"][-1][1] - one["curve"][-1][1]) < 1e-5
+    assert again["steps"] == 10
+    assert abs(again["curve"][-1][1] - one["curve"][-1][1]) < 1e-5
 
 
-def test_a_killed_rank_ends_the_job(store, tmp_path):  # noqa: F811
-    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); import train_oe\n"
-            "real = train_oe.train_step\n"
-            "def step(*a):\n"
-            "    if a[4] == 2 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-            "    return real(*a)\n"
-            "train_oe.train_step = step\n"
-            "train_oe.train(train_oe.parse(sys.argv[2:]))\n")
+def test_a_killed_rank_ends_the_job(store, tmp_path):
     script = tmp_path / "die.py"
-    script.write_text(code)
-    done = torchrun(script, str(ROOT), *flags(store, tmp_path / "out", steps=400, save_every=1, threads=1))
+    script.write_text(SIGNAL_ONE_RANK)
+    told = (ROOT, 1, 2, int(signal.SIGKILL))
+    done = torchrun(script, *told, *flags(store, tmp_path / "out", steps=400, save_every=1))
     assert done.returncode != 0 and not list((tmp_path / "out").glob("*.json"))
-    assert final(tmp_path / "out")["step"] >= 2                      # what was written before is whole
+    assert final(tmp_path / "out")["step"] >= 2     # what was written before is whole
 
 
 @pytest.mark.slow
-def test_mistakes_under_torchrun(store, tmp_path):  # noqa: F811
-    done = torchrun(ROOT / "train_oe.py", *flags(store, tmp_path, batch_size=3))
-    assert done.returncode != 0 and "does not split over 2 ranks" in done.stderr and not list(tmp_path.glob("*.json"))
+def test_mistakes_under_torchrun(store, tmp_path):
+    argv = flags(store, tmp_path, batch_size=3, micro_batch=3)
+    done = torchrun(ROOT / "train_oe.py", *argv)
+    assert done.returncode != 0 and "does not split over 2 ranks" in done.stderr
+    assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.parametrize("K, world", [(5, 2), (2, 3), (1, 4), (4, 2)])
 def test_every_matrix_has_an_owner(K, world, monkeypatch):
-    """The shares of all ranks, gathered, are the whole stack, also when K is not a multiple of the ranks."""
-    stack = torch.randn(K, 4, 3, generator=torch.Generator().manual_seed(K), dtype=torch.float64)
+    """The shares of all ranks, gathered, are the whole stack, even when it does not divide."""
+    gen = torch.Generator().manual_seed(K)
+    stack = torch.randn(K, 4, 3, generator=gen, dtype=torch.float64)
     parts = {}
+
     def gather(out, mine):
         parts[opt.rank] = mine
         for o in out:
             o.zero_()
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     for rank in range(world):
-        opt = MuonAdamW([dict(params=[torch.nn.Parameter(torch.zeros(2, 2))], kind="muon")], rank, world)
+        weight = torch.nn.Parameter(torch.zeros(2, 2))
+        opt = MuonAdamW([dict(params=[weight], kind="muon")], rank, world)
         opt._share(polar_express, stack)
-    torch.testing.assert_close(torch.cat([parts[r] for r in range(world)])[:K], polar_express(stack))
+    joined = torch.cat([parts[r] for r in range(world)])[:K]
+    torch.testing.assert_close(joined, polar_express(stack))

@@ -1,32 +1,17 @@
 """stats.py against the published tables: every printed contrast from the runs alone, the printed faults named one by one."""
-import contextlib
-import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 import stats
-from common import cli
+from test_stats import load, run
 
 ROOT = Path(__file__).resolve().parent.parent
 OE, WM, ABL = (json.loads((ROOT / "published" / f"{name}.json").read_text(encoding="utf-8")) for name in ("oe", "wm", "ablate"))
 OE_FILE, WM_FILE, ABL_FILE = (str(ROOT / "published" / f"{name}.json") for name in ("oe", "wm", "ablate"))
-
-
-def run(*argv):
-    """(exit code, stdout, stderr) of `python stats.py argv`, in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as exit:
-        cli(stats.main, [str(a) for a in argv])
-    return exit.value.code, out.getvalue(), err.getvalue()
-
-
-def load(*argv):
-    code, out, err = run(*argv, "--json")
-    assert code == 0, err
-    return json.loads(out)
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +108,10 @@ def test_arm_table_of_the_oe_paper(oe):
 def test_explicit_requests_give_the_planned_numbers(oe):
     planned = {(c["name"], c["metric"]): c for c in oe["contrasts"] if c["depth"] == 8 and c["table"] == "Table 3"}
     got = load(OE_FILE, "--depth", 8, "--contrast", "12 - 00", "--contrast", "11_oe_opt - 10_oe_native", "--dod", "(12 - 10) - (02 - 00)")["contrasts"]
-    names = ["12 - 00", "11_oe_opt - 10_oe_native", "(12 - 10) - (02 - 00)"]
+    long = {"12": "12_oe_joint", "10": "10_oe_native", "02": "02_dense_joint", "00": "00_dense_native"}
+    names = [re.sub(r"\b\d\d\b", lambda m: long[m[0]], n) for n in ("12 - 00", "11_oe_opt - 10_oe_native", "(12 - 10) - (02 - 00)")]
     assert [c["name"] for c in got] == [n for n in names for _ in (0, 1)]
-    for c, name in zip(got, ["12 - 00", "12 - 00", "11 - 10", "11 - 10", names[2], names[2]]):
+    for c, name in zip(got, [n for n in ("12 - 00", "11 - 10", "(12 - 10) - (02 - 00)") for _ in (0, 1)]):
         for key in ("mean", "sd", "ci95", "per_seed", "separated"):
             assert c[key] == planned[name, c["metric"]][key]
 
@@ -133,7 +119,7 @@ def test_explicit_requests_give_the_planned_numbers(oe):
 def test_markdown_prints_the_depth_8_half_of_table_3():
     code, out, _ = run(OE_FILE, "--depth", 8, "--markdown")
     assert code == 0
-    table = out.split("### Contrasts: oe.json d8 w512, Table 3\n")[1].split("###")[0].strip().splitlines()
+    table = out.split("### Contrasts: oe.json d8 w512, 953 steps, 499,646,464 tokens, Table 3\n")[1].split("###")[0].strip().splitlines()
     head, rows = [[c.strip() for c in line.split(" | ")] for line in table[:1]][0], [line.replace("\\|", "/").split(" | ") for line in table[2:]]
     assert [h.strip("| ") for h in head][:5] == ["row", "contrast", "what", "metric", "n"] and len(rows) == 22
     printed = {(c["row"], c["metric"]): c for c in OE["contrasts"] if c["table"] == "3" and c["depth"] == 8}
@@ -179,8 +165,8 @@ def test_every_prose_contrast_of_the_wm_paper(wm):
     got = {c["label"]: c for c in wm["contrasts"]}
     assert len(got) == len(WM["contrasts"]) == 48
     for c in WM["contrasts"]:
-        g = got[c["name"]]
-        assert near(g["mean"], c["mean"], 1e-4) and (c["sd"] is None or near(g["sd"], c["sd"], 1e-4)), c["name"]
+        g = got[c["label"]]
+        assert near(g["mean"], c["mean"], 1e-4) and (c["sd"] is None or near(g["sd"], c["sd"], 1e-4)), c["label"]
     unpaired = [name for name, g in got.items() if "unpaired: printed means" in g["marks"]]
     assert unpaired == ["mismatched origin control (quoted with its sign reversed)"]
     assert [name for name, g in got.items() if "mixed" in g["marks"]] == \
@@ -189,8 +175,9 @@ def test_every_prose_contrast_of_the_wm_paper(wm):
 
 def test_contrasts_of_unequal_budgets_need_mixed():
     code, out, _ = run(WM_FILE)
-    assert code == 0 and "WM D256 vs SR-LNP K64 D768: its arms differ in size; --mixed compares them anyway" in out
-    assert "seed 46: mixed steps 500, 360" in out and "seed 46: mixed steps 720, 360" in out
+    assert code == 0
+    for label in ("WM D256 vs SR-LNP K64 D768", "WM 500 steps vs SR-LNP K16", "WM 720 steps vs SR-LNP K64"):
+        assert f"left out: {label}: its arms differ in size or budget; --mixed compares them anyway" in out
 
 
 def test_the_share_that_the_wm_paper_misprints():
@@ -276,5 +263,19 @@ def test_two_kinds_of_sd_are_labelled(abl):
 
 def test_a_published_bracket_whose_best_is_at_an_edge(abl):
     marked = {a["arm"] for a in abl["arms"] if any("edge of bracket: extend before reading" in m for m in a["marks"])}
-    assert "muon_perhead [lr=0.0025]" in marked  # lowest rate tried is the best
-    assert not any(a.startswith(("gdn_muon ", "adamw ", "gdn_hw_muon ")) for a in marked)  # bracketed on both sides
+    assert "muon_ph_ulo" in marked  # lowest rate tried is the best
+    assert not any(a.startswith(("gdn_muon", "adamw", "gdn_hw_muon")) for a in marked)  # bracketed on both sides
+
+
+def test_rows_of_the_ablation_log_have_our_names_and_their_corpus(abl):
+    """Both `modern` rows are there, each with the corpus that its values come from; our names are rows of CONFIGS."""
+    rows = {(f["setting"], f.get("size"), f.get("config", f["arm"])): f for f in ABL["findings"]}
+    assert len(rows) == len(ABL["findings"]) == len(abl["arms"]) == 100
+    assert {f["corpus"] for f in rows.values()} == {"old", "bg_small", "mixed"}
+    assert rows["old128", None, "modern"]["corpus"] == rows["old128", None, "baseline"]["corpus"] == "old"
+    assert rows["new128", None, "modern"]["corpus"] == "bg_small" and rows["local1500", None, "f11_muon"]["arm"] == "B muon"
+    import ablate
+    off = {name for *_, name in rows} - ablate.CONFIGS.keys()
+    assert off == {"adamw", "delta (MPS)", "adamw cosine", "muon cosine", "muon wsd 0.01", "muon wsd 0.005", "muon_vlo (six seeds)"}
+    c, = load(ABL_FILE, "--contrast", "f11_muon - f11_moe_muon")["contrasts"]
+    assert near(c["mean"], 4.9907 - 4.9515, 1e-9)

@@ -1,0 +1,367 @@
+"""The delayed rule in time: packets, what is built and installed when, and the state of it all.
+
+A forward pass leaves a Packet. In step t the head learns from batch t; what stage 2 makes of batch
+t is installed in step t + 1, what stage 1 makes of it in step t + 2 (WM 1.1). The clock says when
+rewards are built, and so which weights they read: those before the update of the step that builds.
+
+    clock         step t builds before its forward pass        and after it
+    strict_post   stage 2 of batch t - 1, stage 1 of t - 2     -
+    stage2_pre    stage 1 of t - 2                             stage 2 of t
+    both_pre      stage 1 of t - 1                             stage 2 of t
+    origin        -                                            stages 2 and 1 of t
+"""
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+import common
+from common import UserError, derive_seed
+from model import norm
+from optim import retract_spherical_
+from wm import (CLOCKS, METHODS, active_weights, bus_credit, head_scores, make_optimizer,
+                make_readers, set_rates)
+from wm_kernels import signs
+
+# what a layer's trace holds that a packet keeps
+LAYER_KEYS = ("attn_in", "q", "k", "v", "gate", "y", "mlp_in", "pre", "hidden")
+
+# part that learns -> what the formulas of its credit take the model to be
+NEEDS = {
+    "lm_head": dict(norm="rms", norm_eps=None, tie=False, oe_m=0, dropout=0.0),
+    "wte": dict(embed_norm=True, x0_skip=True, wte_route="fused", out_skip=False, pos="rope",
+                residual="plain", history=False),
+    "layers": dict(attn="softmax", ffn="relu2", bias=False, qk_norm=True),
+}
+
+
+def check_model(cfg, rule):
+    """UserError where the method's formulas do not describe the model of this GPTConfig."""
+    method = METHODS[rule.method]
+    if method.autograd:
+        return   # exact for whatever it is given
+    needs = {}
+    for part in method.learns:
+        needs.update(NEEDS[part])
+    if "layers" in method.learns:
+        needs["qk_scale"] = "head" if rule.head_temp else "none"
+    for name, value in needs.items():
+        found = getattr(cfg, name)
+        if found != value:
+            why = f"its credit is derived for {name} {value}"
+            raise UserError(f"--method {rule.method}: the model has {name} {found}, but {why}")
+    if not cfg.softcap > 0:
+        why = "the slope at its head is derived for softcap above 0"
+        raise UserError(f"--method {rule.method}: the model has softcap {cfg.softcap}, but {why}")
+
+
+# ---- packets ----
+
+@dataclass(eq=False)
+class Packet:
+    """What the forward pass of one micro-batch leaves for later stages.
+
+    idx [B, T] ids. key, first: name of the micro-batch, from which the signs of its probes are
+    drawn, and the number of its first token among those of all ranks. step: when it was made.
+    s [N, V]: see head_scores(). x_L, x_final [N, C]: state before and after the final norm. e, x0
+    [N, C]: rows of wte before and after the first norm. layers: a dict of [B, T, ...] tensors each
+    (LAYER_KEYS). bus [N, C]: credit at x_L, once stage 2 has it. What no later stage reads is None.
+    """
+    idx: torch.Tensor
+    key: str
+    first: int
+    step: int
+    layers: list
+    s: torch.Tensor = None
+    x_L: torch.Tensor = None
+    x_final: torch.Tensor = None
+    e: torch.Tensor = None
+    x0: torch.Tensor = None
+    bus: torch.Tensor = None
+    paid_by: "Packet" = None   # the packet its rewards come from, if that is another one
+
+    @property
+    def source(self):
+        """The packet its rewards come from: itself, but for the mismatched_origin control."""
+        return self if self.paid_by is None else self.paid_by
+
+    @property
+    def tokens(self):
+        return self.idx.numel()
+
+    def site(self, name):
+        """(seed, first row) of the signs that perturb the site `name`."""
+        return derive_seed(self.key, name), self.first
+
+    def signs(self, name, cols, like):
+        """The +-1 signs [N, cols] of a site, on the device and in the precision of `like`."""
+        seed, first = self.site(name)
+        return signs(self.tokens, cols, seed, first, device=like.device, dtype=like.dtype)
+
+    def read(self, name, like):
+        """The tensor of this name, on the device and in the precision of `like`."""
+        return ready(getattr(self, name), like)
+
+    def layer(self, i, like, keys=None):
+        """Layer i (only `keys` of it), on the device and in the precision of `like`."""
+        kept = self.layers[i]
+        return {name: ready(kept[name], like) for name in keys or kept}
+
+    def stow(self, rule, pinned):
+        """Keep only what later stages read, in the packets' precision, and where packets wait."""
+        unused = set() if rule.probes_attention else {"v"}
+        in_host = rule.packets == "host"
+        small = rule.packet_dtype != "float32" or self.layers[0]["pre"].dtype == torch.bfloat16
+        if in_host or small:
+            # made again from the pre-activation: such packets are meant to be small, and
+            # --packets must not change a bfloat16 run
+            unused.add("hidden")
+
+        def place(t):
+            t = t.to(torch.bfloat16) if rule.packet_dtype == "bfloat16" else t
+            return pinned.put(t) if in_host and self.idx.is_cuda else t
+
+        kept = [{k: t for k, t in layer.items() if k not in unused} for layer in self.layers]
+        self.layers = [each_tensor(layer, place) for layer in kept]
+        if self.s is not None:
+            self.s = place(self.s)
+        return self
+
+    def forget(self, stage, rule, pinned):
+        """Drop what no stage after this one reads."""
+        gone = []
+        if stage == 2:
+            gone.append(self.s)
+            self.s = self.x_L = self.x_final = self.e = self.x0 = None
+            done = ("hidden",) if rule.probes_attention else ("hidden", "y")
+            for layer in self.layers:
+                gone += [layer.pop(k) for k in done if k in layer]
+        else:
+            gone += [t for layer in self.layers for t in layer.values()]
+        for t in gone:
+            pinned.give_back(t)
+
+    def as_dict(self):
+        """{field: value} of what is there: tensors and plain values."""
+        names = [f.name for f in fields(self) if f.name != "paid_by"]
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def ready(t, like):
+    """t on the device and in the precision of `like`; no copy where it is there already."""
+    return t.to(device=like.device, dtype=like.dtype, non_blocking=True)
+
+
+def each_tensor(value, f):
+    """Nested dicts and lists with f(t) in place of every tensor t."""
+    if isinstance(value, dict):
+        return {k: each_tensor(v, f) for k, v in value.items()}
+    if isinstance(value, list):
+        return [each_tensor(v, f) for v in value]
+    return f(value) if torch.is_tensor(value) else value
+
+
+class Pinned:
+    """A pool of pinned host buffers.
+
+    Copies share the device's stream, so a buffer may be used again once its last copy is queued.
+    """
+
+    def __init__(self):
+        self.free = {}
+
+    def put(self, t):
+        pool = self.free.get((t.shape, t.dtype))
+        buffer = pool.pop() if pool else torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        return buffer.copy_(t, non_blocking=True)
+
+    def give_back(self, t):
+        if t.is_pinned():
+            self.free.setdefault((t.shape, t.dtype), []).append(t)
+
+
+def forward(model, idx, targets, key, step=0, first=0):
+    """Run a micro-batch idx, targets [B, T]: (Packet, summed nats, head gradient [V, C]).
+
+    key, step, first: see Packet. The head gradient is that of the micro-batch's mean loss.
+    """
+    trace, e = {}, model.wte(idx)
+    x_L = model.trunk(idx, e, None, trace).flatten(0, 1)
+    x_final = norm(x_L)
+    W, softcap = model.lm_head.weight, model.cfg.softcap
+    s, nats, grad = head_scores(x_final, W, targets.flatten(), softcap)
+    layers = []
+    for layer in trace["layers"]:
+        layers.append({k: layer[k] for k in LAYER_KEYS if layer.get(k) is not None})
+    packet = Packet(idx, key, first, step, layers, s, x_L, x_final, e=e.flatten(0, 1),
+                    x0=trace["x0"].flatten(0, 1))
+    return packet, nats.sum(), grad
+
+
+# ---- the pipeline ----
+
+class Pipeline:
+    """The pseudo-gradients of any --method, in time: optimizer, packets and what waits.
+
+    rule: a wm.Rule, its streams those of this rank's share. `state_dict` holds all in flight.
+    Of each step, in order: build, forward and take for every micro-batch, build of this batch,
+    install, the optimizer's step, keep_norms. UserError for a model that the method's formulas do
+    not describe.
+    """
+
+    def __init__(self, model, rule, seed, rank=0, world=1):
+        check_model(model.cfg, rule)
+        self.model, self.rule, self.seed, self.rank, self.world = model, rule, seed, rank, world
+        self.method = METHODS[rule.method]
+        self.delays = self.method.delays
+        self.active = active_weights(model, rule)
+        self.weights = {name: p for stage in self.active.values() for name, p in stage.items()}
+        for name, p in model.named_parameters():
+            p.requires_grad_(self.method.autograd and name in self.weights)
+        self.optimizer = make_optimizer(model, rule, rank, world)
+        self.readers = make_readers(self.optimizer, rule)
+        self.packets, self.waiting, self.pinned = {}, {2: {}, 1: {}}, Pinned()
+        self.norms = {}
+        for name, p in self.weights.items():
+            if rule.spherical and (".c_q." in name or ".c_k." in name):
+                self.norms[name] = p.norm().item()
+
+    def build(self, step, this_batch=False):
+        """Build the rewards that are due in this step, and add them to what waits.
+
+        Before the forward pass those of earlier batches; after it, with this_batch, the others.
+        """
+        assert not torch.is_grad_enabled()
+        ages = self.method.ages or dict(zip((2, 1), CLOCKS[self.rule.clock]))
+        for stage in self.method.stages:
+            after_forward = self.method.late or ages[stage] == 0
+            if after_forward != this_batch:
+                continue
+            origin = step - ages[stage]
+            due = self.packets.get(origin, [])
+            payers = self.packets.get(step, []) if self.method.late else due
+            for packet, payer in zip(due, payers):
+                self._build_one(stage, packet, payer, len(payers))
+            if stage == min(self.method.stages):
+                self.packets.pop(origin, None)
+
+    def _build_one(self, stage, packet, payer, micros):
+        paired = packet if payer is packet else replace(packet, paid_by=payer, bus=None)
+        if stage == 2:
+            for each in (payer, paired):
+                if each.bus is None:
+                    each.bus = bus_credit(self.model, each, self.rule, self.readers)
+        credit = self.method.stages[stage]
+        grads = credit(self.model, paired, self.rule, self.readers, self.world)
+        self._add(stage, packet.step, grads, micros)
+        if not self.method.late:
+            packet.forget(stage, self.rule, self.pinned)
+
+    def take(self, packet, targets, micros):
+        """Keep the packet of one of the step's micro-batches, or find its gradients at once."""
+        if self.method.stages:
+            kept = packet.stow(self.rule, self.pinned)
+            self.packets.setdefault(packet.step, []).append(kept)
+        elif self.method.gradients:
+            grads = self.method.gradients(self.model, packet, targets, self.rule)
+            self._add(2, packet.step, grads, micros)
+
+    def _add(self, stage, origin, grads, micros):
+        """Add a micro-batch's share to the pseudo-gradients of batch `origin` that wait."""
+        total = self.waiting[stage].setdefault(origin, {})
+        for name, g in grads.items():
+            g = g if micros == 1 else g / micros
+            total[name] = total[name] + g if name in total else g
+
+    def install(self, step, head):
+        """Give the weights what is due: the head its gradient, the stages those of their age."""
+        self.weights["lm_head.weight"].grad = head
+        for stage in (2, 1):
+            due = self.waiting[stage].pop(step - self.delays[stage], {})
+            for name, g in due.items():
+                self.weights[name].grad = g
+
+    def keep_norms(self):
+        """Scale c_q and c_k back to their first norms (--spherical)."""
+        for name, norm0 in self.norms.items():
+            retract_spherical_(self.weights[name], norm0)
+
+    def step(self, step, steps, batches, autocast=None):
+        """One step of train_wm.train() on the micro-batches [(idx, targets), ...]; the mean loss.
+
+        batches: this rank's rows of each micro-batch, a consecutive slice. For audits and tests.
+        """
+        autocast = autocast or common.autocast(torch.device("cpu"), torch.float32)
+        set_rates(self.optimizer, step, steps, self.rule)
+        self.optimizer.zero_grad()
+        if self.method.autograd:
+            loss = self._backward(batches, autocast)
+        else:
+            with torch.no_grad():
+                loss = self._forward_only(step, batches, autocast)
+        self.optimizer.reduce_gradients()
+        self.optimizer.step()
+        self.keep_norms()
+        return loss
+
+    def _backward(self, batches, autocast):
+        mean_loss = 0.0
+        for idx, targets in batches:
+            with autocast:
+                loss = self.model(idx, targets)
+            (loss / len(batches)).backward()
+            mean_loss += loss.item() / len(batches)
+        return mean_loss
+
+    def _forward_only(self, step, batches, autocast):
+        mean_loss, head, micros = 0.0, 0.0, len(batches)
+        self.build(step)
+        for micro, (idx, targets) in enumerate(batches):
+            key, first = f"{self.seed}/{step}/{micro}", self.rank * idx.numel()
+            with autocast:
+                packet, nats, grad = forward(self.model, idx, targets, key, step, first)
+            self.take(packet, targets, micros)
+            head = head + grad / micros
+            mean_loss += nats.item() / idx.numel() / micros
+        self.build(step, this_batch=True)
+        self.install(step, head)
+        return mean_loss
+
+    def state_dict(self):
+        """Optimizer, packets in flight and pseudo-gradients that wait: tensors and plain values.
+
+        They are the whole batch's, not this rank's, so that a run can go on with another number of
+        ranks: every rank must call this.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        packets = {step: [p.as_dict() for p in some] for step, some in self.packets.items()}
+        waiting, device = self.waiting, self.model.lm_head.weight.device
+
+        def whole(t):
+            return common.all_rows(t.to(device), self.world).cpu()
+
+        def mean(t):
+            return common.all_mean(t, self.world)
+
+        if self.world > 1:
+            packets, waiting = each_tensor(packets, whole), each_tensor(waiting, mean)
+        return {"optimizer": self.optimizer.state_dict(), "packets": packets, "waiting": waiting,
+                "norms": self.norms}
+
+    def load_state_dict(self, state):
+        """Take up what state_dict() returned: of packets this rank's rows."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        device = self.model.lm_head.weight.device
+
+        def own_rows(t):
+            return t.chunk(self.world)[self.rank].to(device)
+
+        self.packets = {}
+        for step, saved in each_tensor(state["packets"], own_rows).items():
+            some = [Packet(**values) for values in saved]
+            for packet in some:
+                packet.first = self.rank * packet.tokens
+            self.packets[step] = [p.stow(self.rule, self.pinned) for p in some]
+        self.waiting = each_tensor(state["waiting"], lambda t: t.to(device))
+        self.norms = dict(state["norms"])

@@ -162,7 +162,7 @@ MUON_RATES_TUNED = {"_vlo": 0.005, "_lo": 0.01, "_hi": 0.04, "_vhi": 0.08}
 GDN_MUON_RATES = {"xxlo": 0.000625, "xlo": 0.00125, "ulo": 0.0025, "lo": 0.01}
 RESIDUALS = {"plain": {}, "hw": HW}
 TUNED = dict(adamw_lr=3e-2)   # finding 25: what the AdamW side of Muon wants at 3.3M
-# name -> flags that differ from modern; the names are the log's, the numbers its findings
+# name -> flags that differ from modern. The names are the log's; behind a row are its findings.
 CONFIGS = {
     "modern": {},   # 1, 4
     "baseline": dict(norm="layer", pos="learned", ffn="relu", tie=False, bias=True),   # 1: all of nanoGPT
@@ -322,7 +322,7 @@ def training_loss(model, x, y, config, progress, trace=None):
 # ---- optimizers ----
 
 def update_of(name, role, config):
-    """What updates a parameter: tables, adamw, or Muon: on the whole, or by heads' rows or columns."""
+    """What updates a parameter: tables, adamw, or Muon on the whole, rows or columns (by head)."""
     if role == "oe":
         return "tables"
     if config.optimizer == "adamw" or role != "matrix" or not name.startswith("blocks."):
@@ -581,7 +581,7 @@ class Meter:
     def end(self, run):
         """A cell has ended, or was stopped."""
         # a signal in a cell's last step stops the sweep, not the cell
-        self.asked_to_stop = bool(run._asked_to_stop)
+        self.asked_to_stop = bool(run.asked_to_stop)
 
     def finish(self, config, record):
         """A cell is done: say how it ended and how long the rest will take."""
@@ -811,7 +811,7 @@ MAIN = "new128"   # the log's main setting: its rebuilt corpus, 2000 iterations,
 
 @functools.cache
 def printed():
-    """[(config, setting, row)] of the log's losses at 3.4M parameters; they compare in a setting."""
+    """[(config, setting, row)] of the log at 3.4M parameters; losses compare in a setting."""
     found = []
     for row in common.published("ablate")["findings"]:
         if row.get("size") in (None, "3.4M") and "metric" not in row:
@@ -851,8 +851,8 @@ def list_configs(config, as_json=False):
                      "modern": modern.get(setting)})
     if as_json:
         return print(json.dumps(rows))
-    print(f"Values are the log's validation loss in nats. {MAIN} is its main setting; other settings "
-          "(corpus,\niterations, block size) have other levels: their modern stands beside them.\n")
+    print(f"Values are the log's validation loss in nats. {MAIN} is its main setting;")
+    print("others differ in corpus, iterations or rows; their own modern stands beside them.\n")
     headers = ["config", "params", MAIN, "finding", "another setting", "flags"]
     print(as_text(headers, [list_line(row) for row in rows], (1, 2, 3)))
 

@@ -1,15 +1,16 @@
 """Accounting and inspection: what an arm costs, what a checkpoint learned, what step 0 really sees.
 
-    python audit.py params             parameters of every OE arm beside Table 1b, and of other models
-    python audit.py flops              operations a step beyond dense, by component (OE section 3)
-    python audit.py memory             persistent bytes beyond dense, by component (OE section 3)
-    python audit.py geometry CKPT...   stable ranks, mean rows, query gains, scalars (Tables 4, 5a, 8b)
-    python audit.py step0              the residual scalars' first gradients and steps (OE 4.5)
-    python audit.py wm-NAME --help     delayed Weight Maximization: wm-cosine, wm-drift, wm-kurtosis,
-                                       wm-attention, wm-geometry; what each does stands in audit_wm.py
+    python audit.py params           parameters of OE's arms beside Table 1b, and of other models
+    python audit.py flops            operations a step beyond dense, by component (OE section 3)
+    python audit.py memory           persistent bytes beyond dense, by component (OE section 3)
+    python audit.py geometry CKPT    ranks, mean rows, query gains, scalars (Tables 4, 5a, 8b)
+    python audit.py step0            the residual scalars' first gradients and steps (OE 4.5)
+    python audit.py wm-NAME --help   delayed Weight Maximization: wm-cosine, wm-drift, wm-kurtosis,
+                                     wm-attention, wm-geometry (see audit_wm.py)
 
 --json prints one JSON object instead of tables. Published values stand in columns of their own.
 """
+import functools
 import json
 import sys
 from collections import defaultdict
@@ -55,10 +56,16 @@ class Config:
 
 # ---- accounting (OE section 3) ----
 
-def arm_model(flags, depth):
-    """GPT of an arm's flags on the meta device: shapes without memory."""
+@functools.cache
+def shapes(cfg):
+    """The GPT of a GPTConfig on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return GPT(train_oe.model_config(train_oe.Config(depth=depth, **flags), VOCAB))
+        return GPT(cfg)
+
+
+def arm_model(flags, depth):
+    """The shapes of an arm's model."""
+    return shapes(train_oe.model_config(train_oe.Config(depth=depth, **flags), VOCAB))
 
 
 def sizes(model):
@@ -198,8 +205,7 @@ def model_rows():
     rows = []
     for name, fields in MODELS.items():
         cfg = GPTConfig.backbone(**fields) if "depth" in fields else GPTConfig.modern(**fields)
-        with torch.device("meta"):
-            total = GPT(cfg).num_params()["total"]
+        total = shapes(cfg).num_params()["total"]
         rows.append({"model": name, "width": cfg.n_embd, "heads": cfg.n_head, "total": total})
     return rows
 

@@ -875,7 +875,7 @@ def shown(value, digits):
         return "-"
     if isinstance(value, int):
         return f"{value:,}"
-    return format(value, digits) if isinstance(value, float) else value
+    return format(value, digits) if isinstance(value, float) else str(value)
 
 
 def table(rows, digits=".6g"):

@@ -466,8 +466,9 @@ def bench_ablate(config, device):
     sizes = [sum(p.numel() for p in model.parameters()) for model in (plain, modern)]
     assert sizes[0] == sizes[1], sizes
     ours = ablate.make_optimizers(modern, cell).values()
-    adamw = torch.optim.AdamW(plain.parameters(), lr=3e-4)
-    sides = {"modern": clipped_step(modern, ours, x, y), "plain": clipped_step(plain, [adamw], x, y)}
+    theirs = [torch.optim.AdamW(plain.parameters(), lr=3e-4)]
+    sides = {"modern": clipped_step(modern, ours, x, y),
+             "plain": clipped_step(plain, theirs, x, y)}
     s = interleave(sides, config.pairs, device)
     report("ablate", s, "modern", "plain", config.pairs, params=sizes[0])
 

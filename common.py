@@ -359,8 +359,12 @@ def _git(*args):
     return done.stdout.strip()
 
 
+@functools.cache
 def env_record(device):
-    """What a stranger needs to repeat a run: versions, device, threads, git, sources, command."""
+    """What a stranger needs to repeat a run: versions, device, threads, git, sources, command.
+
+    Of the sources as they were first looked at: a file edited later was not what ran.
+    """
     import torch
     digests = {p.name: hashlib.sha256(p.read_bytes()) for p in sorted(ROOT.glob("*.py"))}
     name = platform.processor() or platform.machine()

@@ -6,15 +6,13 @@
     gated delta     the same with S_{t-1} Diag(a_t) in place of S_{t-1},             (ABL 17-19)
                     a_t in (0, 1] per key channel or per head
 
-Each rule comes step by step and in chunks. The chunked forms do the work of C tokens in a few
-batched matrix products and equal the step-by-step ones. Within a chunk that starts from S_0, let
-G_t be the sum of log a up to and including t. With u_t = b_t (v_t - S_{t-1} Diag(a_t) k_t), the
-writes solve
+Each rule comes step by step and, with equal results, in chunks of C tokens. In one that starts from
+S_0, with G_t the sum of log a up to t, the writes u_t = b_t (v_t - S_{t-1} Diag(a_t) k_t) solve
 
     u_t + b_t sum_{s<t} <k_t, k_s e^(G_t - G_s)> u_s = b_t (v_t - S_0 (k_t e^(G_t))),
 
-a unit triangular system (the UT transform of Yang et al. 2024). Only differences G_t - G_s with
-t >= s are exponentiated, so that no decay overflows, however small.
+a unit triangular system (the UT transform of Yang et al. 2024). Only G_t - G_s with t >= s are
+exponentiated, so that no decay overflows, however small.
 
 Shapes: B rows, H heads, T tokens, D channels of a head, C tokens of a chunk, N = B * H * chunks.
 """
@@ -40,8 +38,8 @@ def linear_chunk(q, k, v, chunk=CHUNK):
     """linear_recurrent in chunks: masked products within, a running sum of states between them."""
     # the column of ones becomes the normaliser
     T, counted = q.size(2), F.pad(v, (0, 1), value=1.0)
-    q, k, v = _chunks((q, k, counted), chunk)                             # [B, H, T/C, C, .]
-    state = k.mT @ v                                                      # [B, H, T/C, D, D + 1]
+    q, k, v = _chunks((q, k, counted), chunk)  # [B, H, T/C, C, .]
+    state = k.mT @ v  # [B, H, T/C, D, D + 1]
     y = (q @ k.mT).tril() @ v + q @ (state.cumsum(2) - state)
     y = y.flatten(2, 3)[:, :, :T]
     return y[..., :-1] / (y[..., -1:] + EPS)
@@ -70,17 +68,17 @@ def delta_chunk(q, k, v, beta, log_decay=None, chunk=CHUNK):
     parts = [q, k, v, beta.unsqueeze(-1)]
     if log_decay is not None:
         parts.append(log_decay if wide else log_decay.unsqueeze(-1))
-    q, k, v, beta, *logs = (z.flatten(0, 2) for z in _chunks(parts, chunk))   # [N, C, D]
+    q, k, v, beta, *logs = (z.flatten(0, 2) for z in _chunks(parts, chunk))  # [N, C, D]
     if logs:
-        G = logs[0].cumsum(1)                                             # [N, C, D] or [N, C, 1]
+        G = logs[0].cumsum(1)  # [N, C, D] or [N, C, 1]
         to_start, to_end, whole = G.exp(), (G[:, -1:] - G).exp(), G[:, -1].exp().expand(-1, D)
     else:
         G, to_start, to_end, whole = None, 1, 1, torch.ones_like(k[:, 0])
-    A, P = _channel_products(q, k, G) if wide else _products(q, k, G)     # [N, C, C]
+    A, P = _channel_products(q, k, G) if wide else _products(q, k, G)  # [N, C, C]
     given = beta * torch.cat((v, k * to_start), -1)
     X = torch.linalg.solve_triangular(beta * A, given, upper=False, unitriangular=True)
     # with [U | W] = X the state behind a chunk is S (Diag(whole) - W^T kd) + U^T kd
-    write, erase = (X.mT @ (k * to_end)).split(D, 1)                      # [N, D, D]
+    write, erase = (X.mT @ (k * to_end)).split(D, 1)  # [N, D, D]
     keep = torch.diag_embed(whole) - erase
     S, states = write.new_zeros(B * H, D, D), []
     # unbind and split instead of indexing: backward then fills one buffer, not one per chunk
@@ -93,10 +91,7 @@ def delta_chunk(q, k, v, beta, log_decay=None, chunk=CHUNK):
 
 
 def _chunks(parts, chunk):
-    """Each [B, H, T, .] as [B, H, T/C, C, .]; C is a power of two.
-
-    Behind the last token stand zeros: no write, no decay.
-    """
+    """Each [B, H, T, .] as [B, H, T/C, C, .], C a power of two; zeros (no write, no decay) fill."""
     T = parts[0].size(2)
     C = min(chunk, 1 << (T - 1).bit_length())
     return [F.pad(z, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for z in parts]
@@ -134,9 +129,8 @@ class _ChannelProducts(torch.autograd.Function):
 
     left [N, C, 2, D], k and G [N, C, D]. Pairs (t, s) in different halves of a block of 2h tokens
     are joined at the boundary b of the halves: e^(G_t - G_b) e^(G_b - G_s), both at most 1. Blocks
-    of 2, 4, ..., C tokens cover every pair once. G's gradient needs no exponentials: raising G_t
-    scales what t reads as raising left_t would, and undoes what s = t gives, so that it is
-    left_t * (gradient of left_t) - k_t * (gradient of k_t).
+    of 2, 4, ..., C tokens cover every pair once. G scales left and unscales k, so its gradient is
+    left * (gradient of left) - k * (gradient of k).
     """
 
     @staticmethod
@@ -144,9 +138,9 @@ class _ChannelProducts(torch.autograd.Function):
         M, h, factors = left.new_zeros(*left.shape[:3], len(G[0])), 1, []
         while h < G.size(1):
             (g0, g1), lo, hi = _halves(G, h), _halves(k, h)[0], _halves(left, h)[1]
-            edge = g0[:, :, -1:]                                          # [N, blocks, 1, D]
+            edge = g0[:, :, -1:]  # [N, blocks, 1, D]
             f0, f1 = (edge - g0).exp_(), (g1 - edge).exp_().unsqueeze(3)
-            cross = (hi * f1).flatten(2, 3) @ (lo * f0).mT                # [N, blocks, 2h, h]
+            cross = (hi * f1).flatten(2, 3) @ (lo * f0).mT  # [N, blocks, 2h, h]
             _corners(M, h).copy_(cross.unflatten(2, (h, 2)).permute(0, 2, 3, 4, 1))
             factors += [f0, f1]
             h *= 2

@@ -1,4 +1,4 @@
-"""The loss of the head: capped logits and cross-entropy, whole or in chunks of them; its averages.
+"""The loss of the head: capped logits and cross-entropy, whole or in chunks; running averages.
 
 Shapes: x [..., C] final states, weight [V, C], targets [...] int64 with -1 ignored.
 """
@@ -22,36 +22,33 @@ def capped_logits(x, weight, softcap):
 
 def plain_loss(x, weight, targets, softcap=0.0, reduction="mean"):
     """Cross-entropy over the vocabulary, all logits at once: the reference of chunked_loss."""
-    logits = capped_logits(x, weight, softcap)
-    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1,
-                           reduction=reduction)
+    z = capped_logits(x, weight, softcap).flatten(0, -2)
+    loss = F.cross_entropy(z, targets.flatten(), ignore_index=-1, reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Per-token nats [N] times a per-token scale, in chunks, with the gradient in the forward pass.
+    """(sum of nats times scale, nats [N]), in chunks, with the gradient in the forward pass.
 
-    Linear, softcap and cross-entropy are linear in the upstream gradient once the logits are known,
-    so for one scalar loss the gradients can be finished while a chunk's logits are still in cache,
-    and scaled in backward.
+    For one scalar loss the gradients can be finished while a chunk's logits are still in cache, and
+    scaled in backward.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, scale, chunk):
         need_x, need_w = ctx.needs_input_grad[:2]
         w = weight.detach().to(x.dtype)
-        acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+        acc = torch.promote_types(x.dtype, torch.float32)
         nats = torch.empty(len(x), dtype=acc, device=x.device)
         dx = torch.empty_like(x) if need_x else None
         dw = torch.zeros(weight.shape, dtype=acc, device=x.device) if need_w else None
         for i in range(0, len(x), chunk):
             part, y = x[i:i + chunk], targets[i:i + chunk]
             picked, keep = y.clamp_min(0).unsqueeze(1), (y >= 0).to(acc)
+            z = (part @ w.t()).to(acc)
             if softcap:
-                t = (part @ w.t()).to(acc).div_(softcap).tanh_()
-                logp = torch.log_softmax(t * softcap, dim=-1)
-            else:
-                logp = torch.log_softmax((part @ w.t()).to(acc), dim=-1)
+                z.div_(softcap).tanh_()
+            logp = torch.log_softmax(z * softcap if softcap else z, dim=-1)
             nats[i:i + chunk] = -logp.gather(1, picked).squeeze(1) * keep
             if not (need_x or need_w):
                 continue
@@ -59,7 +56,7 @@ class _ChunkedLoss(torch.autograd.Function):
             p = logp.exp_().scatter_add_(1, picked, -torch.ones_like(picked, dtype=acc))
             p.mul_((keep * scale[i:i + chunk]).unsqueeze(1))
             if softcap:
-                p.addcmul_(t.square_(), p, value=-1)       # times 1 - tanh^2, the slope of the cap
+                p.addcmul_(z.square_(), p, value=-1)  # times 1 - tanh^2, the slope of the cap
             p = p.to(x.dtype)
             if need_x:
                 torch.mm(p, w, out=dx[i:i + chunk])
@@ -75,22 +72,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None, with_nats=False):
-    """Cross-entropy of capped logits that never holds more than `chunk` tokens x V of them.
+    """plain_loss, in value and gradients, that holds no more than `chunk` tokens x V logits.
 
-    x [..., C], weight [V, C], targets [...] int64 with -1 ignored. reduction: mean (over the
-    targets that count), sum, or none ([...] nats, 0 where ignored). with_nats: (loss, detached nats
-    [...]). Equal to plain_loss in value and gradients, which a test compares in float64.
+    reduction: mean (over the targets that count), sum, or none ([...] nats, 0 where ignored).
+    with_nats: (loss, detached nats [...]).
     """
     flat, y = x.reshape(-1, x.size(-1)), targets.reshape(-1)
     if not torch.is_grad_enabled():
-        # else the Function above would still compute their gradients
+        # else their gradients would still be computed
         flat, weight = flat.detach(), weight.detach()
     chunk = chunk or max(1, LOSS_CHUNK_ELEMENTS // weight.size(0) * (16 if x.is_cuda else 1))
     if reduction == "none" and (flat.requires_grad or weight.requires_grad):
         loss = _recomputed_nats(flat, weight, y, softcap, chunk).view(targets.shape)
         return (loss, loss.detach()) if with_nats else loss
     n = (y >= 0).sum() if reduction == "mean" else torch.ones((), device=x.device)
-    acc = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    acc = torch.promote_types(x.dtype, torch.float32)
     scale = (1 / n.to(acc)).expand(len(flat))
     total, nats = _ChunkedLoss.apply(flat, weight, y, softcap, scale, chunk)
     nats = nats.view(targets.shape)
@@ -99,22 +95,17 @@ def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None, 
 
 
 def _recomputed_nats(x, weight, y, softcap, chunk):
-    """Nats [N] whose backward makes the logits again, chunk by chunk.
-
-    Each token has an upstream gradient of its own, which is not known before.
-    """
+    """Nats [N], each with an upstream gradient of its own: backward makes the logits again."""
     from torch.utils.checkpoint import checkpoint
-    parts = [checkpoint(plain_loss, x[i:i + chunk], weight, y[i:i + chunk], softcap, "none",
-                        use_reentrant=False) for i in range(0, len(x), chunk)]
-    return torch.cat(parts)
+    return torch.cat([checkpoint(plain_loss, x[i:i + chunk], weight, y[i:i + chunk], softcap,
+                                 "none", use_reentrant=False) for i in range(0, len(x), chunk)])
 
 
 @torch.no_grad()
 def update_averages_(fast, slow, mean, here, first):
-    """Move the fast and the slow running average of a loss towards `mean`, in place.
+    """Move the fast and slow running averages of a loss towards `mean`, in place.
 
-    All of one shape: fast, slow, mean in one floating dtype; here (a loss was seen) and first (it
-    was the first one) boolean. Where first, both averages start at the mean.
+    All of one shape; here (a loss was seen) and first (the averages start at it) are boolean.
     """
     for average, decay in ((fast, FAST), (slow, SLOW)):
         moved = decay * average + (1 - decay) * mean

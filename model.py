@@ -3,46 +3,41 @@
 Two sizes to start from: GPTConfig.backbone(depth), the OE/WM model, and GPTConfig.modern(), the
 ablation model. Every flag works on both.
 
-    variant                 paper      what it does
-    oe_m > 0                OE 2.1 A   four hashed bigram/trigram tables, added to the token
-                                       embedding before the first norm
-    qk_scale full | masked  OE 2.1 B2  q <- q * exp(q_log) per head and rotary plane, after QK-norm;
-                                       masked: not in layer 0 nor in planes c < D/8
-             head           WM 4.6     the same with one q_log per head: a temperature
-    wte_route separate      OE 2.1 B3  a second anchor x0_wte = norm(w) joins x0 in every layer
-              shared                   the anchor is w / s_{w+e}(eps), the denominator that of x0
-    out_skip                OE 2.1 B3  the anchors are added once more, before the final norm
-    norm rms_affine         ABL 1      RMSNorm with weights; rms has no parameters; layer: LayerNorm
-                                       (with a bias where `bias` says so)
-    pos learned             ABL 17     a vector per position joins the embedding; none: no positions
-        alibi               ABL 20     logits minus slope_h * distance (Press et al. 2021)
-        hard_alibi                     the first half of the heads see 1, 2, 3, ... tokens, the rest
-                                       everything (Jelassi et al. 2024)
-    attn linear             ABL 20     fast weights (fast_weights.py) for softmax attention, q and k
-                                       through elu + 1
-        delta               ABL 17     q and k through SiLU, then to length 1;
-                                       b = sigmoid(c_beta(x)) per head
-        gated_delta         ABL 17     and a = sigmoid(c_decay(x)) per key channel;
-                                       gated_delta_scalar (ABL 19): per head
-    ffn relu                ABL 1      c_proj(relu(c_fc(x))); relu2: relu(x)^2, the backbone's
-        swiglu              ABL 1      c_proj(silu(c_gate(x)) * c_fc(x))
-        moe                 ABL 5-7    a linear router sends each token to the top k of E SwiGLU
-                                       experts (Switch)
-    residual highway        ABL 2      x <- (1 - g) x + g f(norm(x)) with g = sigmoid(gate(x)) per
-                                       channel
-        highway_scalar      ABL 2, 16  the same with one g per token
-    history                 ABL 3      Neural History Compressor: in mid-stack
-                                       x_t += c_proj(mean over s <= t of c_fc(norm(x_s)))
+    variant              paper      what it does
+    oe_m > 0             OE 2.1 A   four hashed bigram/trigram tables join the token embedding
+    qk_scale full        OE 2.1 B2  q <- q * exp(q_log) per head and rotary plane, after QK-norm
+        masked                      the same, not in layer 0 nor in planes c < D/8
+        head             WM 4.6     the same with one q_log per head: a temperature
+    wte_route separate   OE 2.1 B3  a second anchor x0_wte = norm(w) joins x0 in every layer
+        shared                      the anchor is w / s_{w+e}(eps), the denominator that of x0
+    out_skip             OE 2.1 B3  the anchors are added once more, before the final norm
+    norm rms_affine      ABL 1      RMSNorm with weights; rms has none; layer: LayerNorm
+    pos learned          ABL 17     a vector per position joins the embedding; none: no positions
+        alibi            ABL 20     logits minus slope_h * distance (Press et al. 2021)
+        hard_alibi                  the first half of the heads see 1, 2, 3, ... tokens, the rest
+                                    everything (Jelassi et al. 2024)
+    attn linear          ABL 20     fast weights (fast_weights.py), q and k through elu + 1
+        delta            ABL 17     q and k through SiLU, to length 1; b = sigmoid(c_beta(x))
+        gated_delta      ABL 17     and a = sigmoid(c_decay(x)) per key channel;
+                                    gated_delta_scalar (ABL 19): per head
+    ffn relu             ABL 1      c_proj(relu(c_fc(x))); relu2: relu(x)^2, the backbone's
+        swiglu           ABL 1      c_proj(silu(c_gate(x)) * c_fc(x))
+        moe              ABL 5-7    a linear router sends each token to the top k of E SwiGLU
+                                    experts (Switch)
+    residual highway     ABL 2      x <- (1 - g) x + g f(norm(x)), g = sigmoid(gate(x)) per channel
+        highway_scalar   ABL 2, 16  the same with one g per token (Srivastava et al. 2015)
+    history              ABL 3      x_t += c_proj(mean over s <= t of c_fc(norm(x_s))) in mid-stack,
+                                    a causal summary (Schmidhuber 1992)
 
 A new value of an axis is a line in its table (FFN, NORM, ATTN, RESID, ROUTE), from which the
 scripts take their choices: "gelu": dense(F.gelu) in FFN is all that a new activation needs.
 
 Shapes: B batch, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size, L = n_layer,
-E experts, N = B * T. `w` is a token's row of wte, `e` its concatenated rows of the hashed tables,
-x0 = norm(w + e).
+E experts, N = B * T. `w` is a token's row of wte, `e` its concatenated rows of the hashed tables.
 """
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Optional
 
 import torch
@@ -64,8 +59,7 @@ NORMAL_STD = 0.02
 class GPTConfig:
     """Everything that shapes the model; the defaults are the backbone's.
 
-    Build one with backbone(depth, ...) or modern(...). Combinations that cannot be, and flags that
-    would do nothing, raise UserError.
+    Combinations that cannot be, and flags that would do nothing, raise UserError.
     """
     n_layer: int
     n_head: int
@@ -125,70 +119,63 @@ class GPTConfig:
         sizes = ("n_layer", "n_head", "n_embd", "sequence_len", "vocab_size")
         if min(getattr(self, name) for name in sizes) < 1:
             raise UserError(f"{', '.join(sizes)} must be at least 1")
-        if not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise UserError(f"window_pattern {self.window_pattern!r} must be made of S and L")
-        for broken, reason in (*self._sizes(), *self._conflicts()):
+        for broken, reason in chain(self._sizes(), self._conflicts()):
             if broken:
-                raise UserError(reason)
+                raise UserError(reason.format(**vars(self), hidden=self.hidden))
 
     def _sizes(self):
-        """Yield (is it broken?, what to say) of every number."""
-        moe = self.ffn == "moe"
-        heads = f"n_embd {self.n_embd} does not split into {self.n_head} heads"
+        """Yield (is it broken?, what to say) of every flag; {names} stand for the flags' values."""
+        odd, moe = self.n_embd // self.n_head % 2, self.ffn == "moe"
+        heads = "n_embd {n_embd} does not split into {n_head} heads"
+        yield (not self.window_pattern or set(self.window_pattern) - set("SL"),
+               "window_pattern {window_pattern!r} must be made of S and L")
         yield self.n_embd % self.n_head, heads
-        yield (self.pos == "rope" and self.head_dim % 2,
-               f"{heads} of even width (rotary planes are pairs)")
+        yield self.pos == "rope" and odd, heads + " of even width (rotary planes are pairs)"
         yield (self.oe_m < 0 or self.oe_m and self.n_embd % 4,
-               f"oe_m {self.oe_m} with n_embd {self.n_embd}: "
+               "oe_m {oe_m} with n_embd {n_embd}: "
                "oe_m must be 0 (off) or positive, and n_embd a multiple of 4")
         yield (self.value_embeds and self.n_embd < VE_GATE_CHANNELS,
                f"n_embd {self.n_embd} is below the {VE_GATE_CHANNELS} channels "
                "that the value-embedding gate reads")
         yield (not self.shared_eps > 0,
-               f"shared_eps {self.shared_eps} must be positive (the paper uses 1e-6 and 2^-23)")
+               "shared_eps {shared_eps} must be positive (the paper uses 1e-6 and 2^-23)")
         yield (self.norm_eps is not None and not self.norm_eps >= 0,
-               f"norm_eps {self.norm_eps} must be at least 0")
-        yield (not 0 <= self.dropout < 1,
-               f"dropout {self.dropout} must be at least 0 and below 1")
-        yield (self.ffn_hidden < 0,
-               f"ffn_hidden {self.ffn_hidden} must be 0 (its own width) or positive")
+               "norm_eps {norm_eps} must be at least 0")
+        yield not 0 <= self.dropout < 1, "dropout {dropout} must be at least 0 and below 1"
+        yield self.ffn_hidden < 0, "ffn_hidden {ffn_hidden} must be 0 (its own width) or positive"
         yield (moe and not 1 <= self.moe_top_k <= self.moe_experts,
-               f"moe_top_k {self.moe_top_k} must be 1 to moe_experts {self.moe_experts}")
+               "moe_top_k {moe_top_k} must be 1 to moe_experts {moe_experts}")
         yield (moe and self.moe_expert_hidden == "split" and self.hidden % self.moe_experts,
-               f"the hidden width {self.hidden} does not split into {self.moe_experts} experts; "
+               "the hidden width {hidden} does not split into {moe_experts} experts; "
                "set ffn_hidden to a multiple")
 
     def _conflicts(self):
-        """Yield (is it broken?, what to say) of every pair of flags."""
+        """The same of every pair of flags."""
         moe = {k: getattr(self, k) for k in MOE_DEFAULTS}
-        yield (self.ffn != "moe" and moe != MOE_DEFAULTS,
-               f"{', '.join(MOE_DEFAULTS)} need ffn moe")
-        fast = self.attn != "softmax"
+        fast, rope = self.attn != "softmax", self.pos == "rope"
+        yield self.ffn != "moe" and moe != MOE_DEFAULTS, f"{', '.join(MOE_DEFAULTS)} need ffn moe"
         yield (fast and self.pos not in ("learned", "none"),
-               f"attn {self.attn} has no logits for pos {self.pos} to act on; use learned or none")
-        yield (fast and self.qk_norm,
-               f"attn {self.attn} maps q and k itself; set qk_norm to False")
+               "attn {attn} has no logits for pos {pos} to act on; use learned or none")
+        yield fast and self.qk_norm, "attn {attn} maps q and k itself; set qk_norm to False"
         yield (fast and self.qk_scale != "none",
-               f"attn {self.attn} has no logits for qk_scale {self.qk_scale} to scale")
+               "attn {attn} has no logits for qk_scale {qk_scale} to scale")
         yield (fast and "S" in self.window_pattern,
-               f"attn {self.attn} has no window; set window_pattern to L")
+               "attn {attn} has no window; set window_pattern to L")
         yield (not fast and self.fast_weight_impl != "chunk",
-               f"fast_weight_impl {self.fast_weight_impl} needs attn linear, delta or gated")
+               "fast_weight_impl {fast_weight_impl} needs attn linear, delta or gated")
         yield (self.pos == "hard_alibi" and self.n_head < 2,
                "hard_alibi needs two heads: the first half have a window")
-        yield (self.rope_base != 10_000.0 and self.pos != "rope",
-               f"rope_base {self.rope_base} needs pos rope")
+        yield self.rope_base != 10_000.0 and not rope, "rope_base {rope_base} needs pos rope"
         yield (self.router_progress and self.moe_experts == 1,
                "router_progress needs two experts to choose from")
-        yield (self.qk_scale in ("full", "masked") and self.pos != "rope",
-               f"qk_scale {self.qk_scale} scales rotary planes and needs pos rope; "
+        yield (self.qk_scale in ("full", "masked") and not rope,
+               "qk_scale {qk_scale} scales rotary planes and needs pos rope; "
                "qk_scale head does not")
         yield (self.wte_route != "fused" and not (self.embed_norm and self.x0_skip),
-               f"wte_route {self.wte_route} needs embed_norm and x0_skip: "
-               "its anchor is a part of x0")
+               "wte_route {wte_route} needs embed_norm and x0_skip: its anchor is a part of x0")
         yield (self.norm_eps is not None
                and self.norm != "rms" and not self.qk_norm and not self.embed_norm,
-               f"norm_eps {self.norm_eps} needs norm rms, qk_norm or embed_norm")
+               "norm_eps {norm_eps} needs norm rms, qk_norm or embed_norm")
 
     @property
     def head_dim(self):
@@ -196,10 +183,7 @@ class GPTConfig:
 
     @property
     def hidden(self):
-        """Hidden width of a dense feed-forward layer.
-
-        A gate is a third matrix: 8/3 C channels then cost what 4 C cost without.
-        """
+        """Hidden width of a dense feed-forward layer; a gate is a third matrix, paid from it."""
         has_gate = getattr(FFN[self.ffn], "gated", False)
         return self.ffn_hidden or (8 * self.n_embd // 3 if has_gate else 4 * self.n_embd)
 
@@ -224,11 +208,6 @@ def norm(x, eps=None):
     return F.rms_norm(x, (x.size(-1),), eps=eps).to(x.dtype)  # autocast may answer in float32
 
 
-def plain_norm(cfg):
-    """norm() at the config's epsilon."""
-    return partial(norm, eps=cfg.norm_eps)
-
-
 class RMSNorm(nn.Module):
     """norm() times a weight per channel."""
 
@@ -240,12 +219,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight).to(x.dtype)
 
 
-def layer_norm(cfg):
-    """LayerNorm, with a bias where the linear layers have one."""
-    return nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-
-
-NORM = {"rms": plain_norm, "rms_affine": RMSNorm, "layer": layer_norm}
+NORM = {"rms": lambda cfg: partial(norm, eps=cfg.norm_eps), "rms_affine": RMSNorm,
+        "layer": lambda cfg: nn.LayerNorm(cfg.n_embd, bias=cfg.bias)}
 
 
 # ---- positions ----
@@ -253,11 +228,10 @@ NORM = {"rms": plain_norm, "rms_affine": RMSNorm, "layer": layer_norm}
 POS = ("rope", "learned", "none", "alibi", "hard_alibi")
 
 
-def rotary_tables(length, head_dim, base, device=None):
+def rotary_tables(length, head_dim, base):
     """cos and sin, float32 [length, D/2]; plane c turns by t * base^(-2c/D)."""
-    even = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
-    freq = base ** (-even / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freq)
+    freq = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32), freq)
     return angle.cos(), angle.sin()
 
 
@@ -272,12 +246,10 @@ def rotate(x, cos, sin):
 
 
 def alibi_slopes(n_head):
-    """Slopes [H] of ALiBi: 2^(-8h/n), h = 1..n, for n the power of two up to H.
-
-    The other heads take every second slope of 2n heads.
-    """
+    """Slopes [H] of ALiBi: 2^(-8h/n), h = 1..n, for n the power of two up to H."""
     n = 1 << (n_head.bit_length() - 1)
     slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)]
+    # the other heads take every second slope of 2n heads
     slopes += [2 ** (-4 * h / n) for h in range(1, 2 * n, 2)]
     return torch.tensor(slopes[:n_head])
 
@@ -285,7 +257,7 @@ def alibi_slopes(n_head):
 def alibi_bias(pos, n_head, age):
     """What positions add to the logits, float32 [H, T, T]; the future is up to the mask.
 
-    pos: alibi or hard_alibi. age [T, T]: query minus key position.
+    age [T, T]: query minus key position.
     """
     if pos == "alibi":
         return -alibi_slopes(n_head).to(age.device)[:, None, None] * age
@@ -297,9 +269,9 @@ def alibi_bias(pos, n_head, age):
 # ---- dropout ----
 
 def drop(x, p):
-    """F.dropout(x, p), with cheaper random bits on a CPU, where torch's take a sixth of a step.
+    """F.dropout(x, p); on a CPU with p a multiple of 2^-16 and 16 random bits an element.
 
-    There four elements share a draw of 64 bits, and p is rounded to a multiple of 2^-16.
+    torch's own draws would take a sixth of a step there.
     """
     if x.device.type != "cpu" or not p:
         return F.dropout(x, p)
@@ -313,12 +285,7 @@ class Dropout(nn.Dropout):
     """drop() while training."""
 
     def forward(self, x):
-        return drop(x, self.p) if self.training else x
-
-
-def dropout(cfg):
-    """The config's dropout layer; nothing at 0."""
-    return Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
+        return drop(x, self.p) if self.p and self.training else x
 
 
 # ---- attention: config, layer -> module (x [B, T, C], ve, cos, sin, mask, trace) -> [B, T, C] ----
@@ -332,8 +299,7 @@ def attend(q, k, v, mask, p=0.0):
     mask: None (causal), boolean or float [T, T] or [H, T, T]. p of the weights are dropped.
     """
     if not p or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                              dropout_p=p)
+        return F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=mask is None)
     if mask is None:
         mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
     z = q @ k.mT * q.size(-1) ** -0.5
@@ -342,21 +308,15 @@ def attend(q, k, v, mask, p=0.0):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention: rotary, then QK-norm, and what the config adds.
-
-    That may be a gain on q, a window, a bias of positions, and value embeddings.
-    """
+    """Causal softmax attention: rotary, then QK-norm, and what the config adds."""
 
     def __init__(self, cfg, i):
         super().__init__()
         C, H, D = cfg.n_embd, cfg.n_head, cfg.head_dim
         self.n_head, self.head_dim, self.window = H, D, cfg.window(i)
         self.qk_norm, self.norm_eps = cfg.qk_norm, cfg.norm_eps
-        self.p_drop, self.drop = cfg.dropout, dropout(cfg)
-        self.c_q = nn.Linear(C, C, bias=cfg.bias)
-        self.c_k = nn.Linear(C, C, bias=cfg.bias)
-        self.c_v = nn.Linear(C, C, bias=cfg.bias)
-        self.c_proj = nn.Linear(C, C, bias=cfg.bias)
+        self.p_drop, self.drop = cfg.dropout, Dropout(cfg.dropout)
+        self.c_q, self.c_k, self.c_v, self.c_proj = (nn.Linear(C, C, cfg.bias) for _ in range(4))
         self.ve_gate, self.q_log = None, None
         if cfg.has_value_embedding(i):
             self.ve_gate = nn.Linear(VE_GATE_CHANNELS, H, bias=False)
@@ -369,10 +329,7 @@ class Attention(nn.Module):
         self.register_buffer("q_mask", q_mask, persistent=False)
 
     def q_gain(self):
-        """exp(q_log), the same for both channels of a plane.
-
-        [H, D], or [H, 1] with one temperature per head.
-        """
+        """exp(q_log): [H, D], alike for both channels of a plane, or [H, 1]: a temperature."""
         log = self.q_log if self.q_mask is None else self.q_log * self.q_mask
         return log.exp().repeat(1, 2 if log.size(1) > 1 else 1)
 
@@ -396,7 +353,7 @@ class Attention(nn.Module):
         q, k, v = (f(x).view(heads) for f in (self.c_q, self.c_k, self.c_v))
         gate = None
         if ve is not None:
-            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))     # [B, T, H]
+            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))  # [B, T, H]
             v = v + gate.unsqueeze(-1) * ve.view(heads)
         y, seen = self.mix(x, q, k, v, cos, sin, mask)
         y = y.reshape(B, T, C)
@@ -405,11 +362,9 @@ class Attention(nn.Module):
         return self.drop(self.c_proj(y))
 
 
-# impl -> (linear, delta): equal results, recurrent token by token
-FAST_WEIGHT_IMPL = {
-    "chunk": (linear_chunk, delta_chunk),
-    "recurrent": (linear_recurrent, delta_recurrent),
-}
+# impl -> (linear, delta), with equal results
+FAST_WEIGHT_IMPL = {"chunk": (linear_chunk, delta_chunk),
+                    "recurrent": (linear_recurrent, delta_recurrent)}
 
 
 def elu_plus_one(z):
@@ -418,10 +373,7 @@ def elu_plus_one(z):
 
 
 class FastWeights(Attention):
-    """Attention with a fast-weight memory for its softmax (fast_weights.py).
-
-    attn is linear, delta, gated_delta or gated_delta_scalar.
-    """
+    """Attention with a fast-weight memory for its softmax (fast_weights.py)."""
 
     def __init__(self, cfg, i):
         super().__init__(cfg, i)
@@ -432,15 +384,15 @@ class FastWeights(Attention):
 
     def mix(self, x, q, k, v, cos, sin, mask):
         # products of up to T decays and the triangular solve want float32 even under autocast
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(x.dtype, torch.float32)
         seen = {}
         if self.c_beta is not None:
-            seen["beta"] = torch.sigmoid(self.c_beta(x).to(wide))                 # [B, T, H]
+            seen["beta"] = torch.sigmoid(self.c_beta(x).to(wide))  # [B, T, H]
         if self.c_decay is not None:
             z = self.c_decay(x).to(wide)
             if z.size(-1) != self.n_head:
                 z = z.unflatten(-1, (self.n_head, -1))
-            seen["log_decay"] = F.logsigmoid(z)                                   # [B, T, H(, D)]
+            seen["log_decay"] = F.logsigmoid(z)  # [B, T, H(, D)]
         with torch.autocast(x.device.type, enabled=False):
             if self.c_beta is None:
                 rule, q, k = self.linear, elu_plus_one(q.to(wide)), elu_plus_one(k.to(wide))
@@ -448,17 +400,12 @@ class FastWeights(Attention):
                 rule = self.delta
                 q, k = (F.normalize(F.silu(z.to(wide)), dim=-1) for z in (q, k))
             by_head = (z.to(wide).transpose(1, 2) for z in (q, k, v, *seen.values()))
-            y = rule(*by_head)                                                    # [B, H, T, D]
+            y = rule(*by_head)  # [B, H, T, D]
         return y.transpose(1, 2).to(v.dtype), dict(q=q, k=k, **seen)
 
 
-ATTN = {
-    "softmax": Attention,
-    "linear": FastWeights,
-    "delta": FastWeights,
-    "gated_delta": FastWeights,
-    "gated_delta_scalar": FastWeights,
-}
+ATTN = {"softmax": Attention, "linear": FastWeights, "delta": FastWeights,
+        "gated_delta": FastWeights, "gated_delta_scalar": FastWeights}
 
 
 # ---- feed-forward layers: config -> module (x [B, T, C], trace) -> [B, T, C] ----
@@ -468,7 +415,7 @@ class MLP(nn.Module):
 
     def __init__(self, cfg, act, gated=False):
         super().__init__()
-        self.act, self.drop = act, dropout(cfg)
+        self.act, self.drop = act, Dropout(cfg.dropout)
         self.c_fc = nn.Linear(cfg.n_embd, cfg.hidden, bias=cfg.bias)
         self.c_gate = nn.Linear(cfg.n_embd, cfg.hidden, bias=cfg.bias) if gated else None
         self.c_proj = nn.Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias)
@@ -489,7 +436,7 @@ def dense(act):
 def gated(act):
     """The entry of FFN for an MLP with this activation on its gate."""
     entry = partial(MLP, act=act, gated=True)
-    entry.gated = True           # GPTConfig.hidden asks
+    entry.gated = True  # GPTConfig.hidden asks
     return entry
 
 
@@ -514,11 +461,10 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A token's k most probable of E SwiGLU experts, each weighted by its probability.
+    """A token's k most probable of E SwiGLU experts, weighted by these probabilities as they are.
 
-    The probabilities are not renormalised (Switch; ABL 5-7). After a training forward `balance`
-    holds the Switch loss E sum_e f_e P_e: f_e the share of the assignments, P_e the mean
-    probability.
+    After a training forward `balance` holds the Switch loss E sum_e f_e P_e: f_e the share of the
+    assignments, P_e the mean probability.
     """
     gated = True
 
@@ -528,7 +474,7 @@ class MoE(nn.Module):
         width = cfg.hidden // n if cfg.moe_expert_hidden == "split" else cfg.hidden
         self.n_experts, self.top_k = n, cfg.moe_top_k
         self.frozen, self.strength = cfg.moe_router == "frozen", cfg.router_progress
-        self.drop, self.balance, self.chosen = dropout(cfg), None, None
+        self.drop, self.balance, self.chosen = Dropout(cfg.dropout), None, None
         self.router = nn.Linear(cfg.n_embd, n, bias=False)
         self.router.weight.requires_grad_(not self.frozen)
         self.c_fc = Experts(n, cfg.n_embd, width, cfg.bias)
@@ -548,7 +494,7 @@ class MoE(nn.Module):
         """Take in the losses nats [B, T] of the last forward pass, where counts [B, T] is true."""
         chosen, dtype = self.chosen.flatten(), self.averages.dtype
         pairs = (z.reshape(-1, 1).expand(-1, self.top_k).flatten() for z in (nats, counts))
-        each, kept = (z.to(dtype) for z in pairs)                             # [N k]
+        each, kept = (z.to(dtype) for z in pairs)  # [N k]
         count = torch.zeros_like(self.averages[0]).index_add_(0, chosen, kept)
         mean = torch.zeros_like(count).index_add_(0, chosen, each * kept) / count.clamp_min(1)
         fast, slow, seen = self.averages
@@ -557,17 +503,17 @@ class MoE(nn.Module):
         seen.copy_(seen.maximum(here.to(seen.dtype)))
 
     def forward(self, x, trace=None):
-        flat = x.reshape(-1, x.size(-1))                                      # [N, C]
+        flat = x.reshape(-1, x.size(-1))  # [N, C]
         logits = self.router(flat)
         if self.averages is not None:
             logits = logits + self.bias()
-        p = torch.softmax(logits, dim=-1)                                     # [N, E]
-        weight, self.chosen = p.topk(self.top_k, dim=-1)                      # [N, k]
+        p = torch.softmax(logits, dim=-1)  # [N, E]
+        weight, self.chosen = p.topk(self.top_k, dim=-1)  # [N, k]
         count = torch.bincount(self.chosen.flatten(), minlength=self.n_experts)
         if self.training and not self.frozen:
             share = count.to(p.dtype) / self.chosen.numel()
             self.balance = self.n_experts * (share * p.mean(0)).sum()
-        order = self.chosen.flatten().argsort(stable=True)                    # expert by expert
+        order = self.chosen.flatten().argsort(stable=True)  # expert by expert
         rows = order // self.top_k
         parts = flat.index_select(0, rows).split(count.tolist())
         y = torch.cat([self._expert(part, e) for e, part in enumerate(parts)])
@@ -582,31 +528,13 @@ class MoE(nn.Module):
         return self.c_proj(F.silu(self.c_gate(x, e)) * self.c_fc(x, e), e)
 
 
-FFN = {
-    "relu2": dense(relu2),
-    "relu": dense(F.relu),
-    "swiglu": gated(F.silu),
-    "moe": MoE,
-}
+FFN = {"relu2": dense(relu2), "relu": dense(F.relu), "swiglu": gated(F.silu), "moe": MoE}
 
 
-# ---- residual connections: config -> module (x, f(norm(x))) -> new x ----
-
-class Plain(nn.Module):
-    """x + y."""
-
-    def __init__(self, cfg):
-        super().__init__()
-
-    def forward(self, x, y):
-        return x + y
-
+# ---- residual connections: config -> (x, f(norm(x)) -> new x) ----
 
 class Highway(nn.Module):
-    """(1 - g) x + g y, g = sigmoid(gate(x)) per channel, or one per token.
-
-    Srivastava et al. 2015; ABL 2.
-    """
+    """(1 - g) x + g y, g = sigmoid(gate(x)) per channel, or one per token."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -617,7 +545,7 @@ class Highway(nn.Module):
         return torch.lerp(x, y.to(x.dtype), torch.sigmoid(self.gate(x)).to(x.dtype))
 
 
-RESID = {"plain": Plain, "highway": Highway, "highway_scalar": Highway}
+RESID = {"plain": lambda cfg: torch.add, "highway": Highway, "highway_scalar": Highway}
 
 
 class Block(nn.Module):
@@ -635,15 +563,12 @@ class Block(nn.Module):
 
 
 class HistoryCompressor(nn.Module):
-    """x_t + c_proj(mean over s <= t of c_fc(norm(x_s))), C -> C/4 -> C.
-
-    The causal summary in mid-stack (Schmidhuber 1992; ABL 3).
-    """
+    """x_t + c_proj(mean over s <= t of c_fc(norm(x_s))), C -> C/4 -> C."""
 
     def __init__(self, cfg):
         super().__init__()
         width = -(-cfg.n_embd // 4)
-        self.norm, self.drop = NORM[cfg.norm](cfg), dropout(cfg)
+        self.norm, self.drop = NORM[cfg.norm](cfg), Dropout(cfg.dropout)
         self.c_fc = nn.Linear(cfg.n_embd, width, bias=cfg.bias)
         self.c_proj = nn.Linear(width, cfg.n_embd, bias=cfg.bias)
 
@@ -659,11 +584,10 @@ def oe_ids(idx, m, vocab_size):
     """Rows of the four hashed tables: four int64 tensors [B, T] from token ids idx [B, T] (OE 2.1).
 
     Bigram key x_t + (V+1) x_{t-1} for tables 0 and 1, trigram key plus (V+1)^2 x_{t-2} for 2 and 3,
-    each modulo m + 2j. Left of the row stands the sentinel V. int64 holds the keys up to V = 2
-    million.
+    each modulo m + 2j. Left of the row stands V. int64 holds the keys up to V = 2 million.
     """
     idx, base = idx.long(), vocab_size + 1
-    before = F.pad(idx, (2, 0), value=vocab_size)           # before[:, t + 2 - r] is x_{t-r}
+    before = F.pad(idx, (2, 0), value=vocab_size)  # before[:, t + 2 - r] is x_{t-r}
     bigram = idx + base * before[:, 1:-1]
     trigram = bigram + base**2 * before[:, :-2]
     return [key % (m + 2 * j) for j, key in enumerate((bigram, bigram, trigram, trigram))]
@@ -682,10 +606,8 @@ def _add_rows(table, ids, grad):
 def oe_lookup(tables, ids):
     """Rows of the tables at ids, concatenated: [B, T, 4 * columns].
 
-    Backward adds to table.grad and table.visits by row. autograd's own dense gradient would touch
-    every row in every micro-batch (58 million values at depth 6 for a few thousand rows that
-    changed), so each gathered block is a leaf whose hook scatters its gradient.
-    `optim.MuonAdamW` clears only those rows.
+    Each gathered block is a leaf whose hook adds to table.grad and table.visits by row: autograd's
+    dense gradient would touch all rows (58 million values at depth 6) in every micro-batch.
     """
     parts = []
     for table, rows in zip(tables, ids):
@@ -698,28 +620,15 @@ def oe_lookup(tables, ids):
 
 # ---- residual routing (OE 2.1, tier 3): config, w, w + e -> the anchor [B, T, C] or None ----
 
-def no_anchor(cfg, w, u):
-    """The anchor is part of x0 and has no path of its own."""
-    return None
-
-
-def separate_anchor(cfg, w, u):
-    """w under its own norm."""
-    return norm(w, cfg.norm_eps)
-
-
-def shared_anchor(cfg, w, u):
-    """w under the norm of w + e."""
-    return shared_denominator(w, u, cfg.shared_eps)
-
-
 def shared_denominator(w, u, eps):
     """w / sqrt(mean u^2 + eps) [..., C], computed in float32, in w's dtype."""
     scale = torch.rsqrt(u.float().square().mean(-1, keepdim=True) + eps)
     return (w.float() * scale).to(w.dtype)
 
 
-ROUTE = {"fused": no_anchor, "separate": separate_anchor, "shared": shared_anchor}
+ROUTE = {"fused": lambda cfg, w, u: None,
+         "separate": lambda cfg, w, u: norm(w, cfg.norm_eps),
+         "shared": lambda cfg, w, u: shared_denominator(w, u, cfg.shared_eps)}
 
 
 # ---- the model ----
@@ -736,52 +645,46 @@ MODERN = dict(
     n_layer=4, n_head=6, n_embd=192, sequence_len=128, window_pattern="L", softcap=0.0,
     ffn="swiglu", norm="rms_affine", tie=True, dropout=0.2, qk_norm=False, embed_norm=False,
     x0_skip=False, value_embeds=False, init="normal")
-TABLES = ("wte", "value_embeds", "oe")                        # roles of embeddings by token
+TABLES = ("wte", "value_embeds", "oe")   # roles of embeddings by token
 LAMBDAS = ("resid_lambdas", "x0_lambdas", "wte_lambdas", "out_lambdas")
 # the role of these is the first part of their name
 OWN_ROLES = ("wte", "wpe", "value_embeds", "lm_head", *LAMBDAS)
 # what no generator draws
-FIRST_VALUES = {"resid_lambdas": 1.0, "x0_lambdas": 0.1, "wte_lambdas": 0.0, "out_lambdas": 0.0,
-                "q_log": 0.0, "oe": 0.0}
+FIRST_VALUES = dict(zip(LAMBDAS, (1.0, 0.1, 0.0, 0.0)), q_log=0.0, oe=0.0)
 
 
 class GPT(nn.Module):
-    """The language model: GPT(config).init_weights(seed).
-
-    It can be built under torch.device("meta") to count its parameters.
-    """
+    """The language model: GPT(config).init_weights(seed)."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        V, C, L = cfg.vocab_size, cfg.n_embd, cfg.n_layer
+        self.wte = nn.Embedding(V, C)
         self.value_embeds = nn.ModuleDict({
-            str(i): nn.Embedding(cfg.vocab_size, cfg.n_embd)
-            for i in range(cfg.n_layer) if cfg.has_value_embedding(i)})
-        self.blocks = nn.ModuleList([Block(cfg, i) for i in range(cfg.n_layer)])
-        self.norm, self.drop = NORM[cfg.norm](cfg), dropout(cfg)
-        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+            str(i): nn.Embedding(V, C) for i in range(L) if cfg.has_value_embedding(i)})
+        self.blocks = nn.ModuleList([Block(cfg, i) for i in range(L)])
+        self.norm, self.drop = NORM[cfg.norm](cfg), Dropout(cfg.dropout)
+        self.lm_head = nn.Linear(C, V, bias=False)
         if cfg.tie:
             self.lm_head.weight = self.wte.weight
         # what is off is None: no parameters, nothing in the checkpoint
-        self.wpe, self.history, self.oe_tables = None, None, None
-        self.resid_lambdas, self.x0_lambdas = None, None
-        self.wte_lambdas, self.out_lambdas = None, None
+        self.wpe, self.resid_lambdas, self.x0_lambdas, self.oe_tables = None, None, None, None
+        self.wte_lambdas, self.out_lambdas, cos, sin = None, None, None, None
+        anchored = cfg.wte_route != "fused"
         if cfg.pos == "learned":
-            self.wpe = nn.Embedding(cfg.sequence_len, cfg.n_embd)
-        if cfg.history:
-            self.history = HistoryCompressor(cfg)
+            self.wpe = nn.Embedding(cfg.sequence_len, C)
+        self.history = HistoryCompressor(cfg) if cfg.history else None
         if cfg.x0_skip:
-            self.resid_lambdas = nn.Parameter(torch.ones(cfg.n_layer))
-            self.x0_lambdas = nn.Parameter(torch.full((cfg.n_layer,), 0.1))
+            self.resid_lambdas = nn.Parameter(torch.ones(L))
+            self.x0_lambdas = nn.Parameter(torch.full((L,), 0.1))
         if cfg.oe_m:
-            rows = [cfg.oe_m + 2 * j for j in range(4)]
-            self.oe_tables = nn.ParameterList([torch.zeros(n, cfg.n_embd // 4) for n in rows])
-        if cfg.wte_route != "fused":
-            self.wte_lambdas = nn.Parameter(torch.zeros(cfg.n_layer))
+            tables = [torch.zeros(cfg.oe_m + 2 * j, C // 4) for j in range(4)]
+            self.oe_tables = nn.ParameterList(tables)
+        if anchored:
+            self.wte_lambdas = nn.Parameter(torch.zeros(L))
         if cfg.out_skip:
-            self.out_lambdas = nn.Parameter(torch.zeros(1 if cfg.wte_route == "fused" else 2))
-        cos, sin = None, None
+            self.out_lambdas = nn.Parameter(torch.zeros(1 + anchored))
         if cfg.pos == "rope":
             cos, sin = rotary_tables(cfg.sequence_len, cfg.head_dim, cfg.rope_base)
         self.register_buffer("cos", cos, persistent=False)
@@ -810,15 +713,11 @@ class GPT(nn.Module):
     def init_weights(self, seed):
         """Draw every tensor on the CPU in float32 from a generator of (seed, its own name).
 
-        So two variants share what they share. uniform: wte N(0, 1), head N(0, 0.001^2), matrices
-        and value embeddings U(-s, s) with s = sqrt(3/C), projections and value-embedding gates 0.
-        normal: all of these N(0, 0.02^2). Both: routers, highway gates, decays, betas and positions
-        N(0, 0.02^2), norms 1, biases 0 (highway -2). The first of E experts starts as the dense
-        layer would.
+        So two variants start with what they share, and the first of E experts as the dense layer.
         """
         for name, role, p in self.roles():
             gen = torch.Generator().manual_seed(derive_seed(seed, name))
-            for part in p if p.ndim > 2 else (p,):   # one expert after another
+            for part in p if p.ndim > 2 else (p,):  # one expert after another
                 part.copy_(self._draw(name, role, part.shape, gen))
         return self
 
@@ -827,10 +726,9 @@ class GPT(nn.Module):
         owner, leaf = ("." + name).split(".")[-2:]
         if role in FIRST_VALUES:
             return torch.full(shape, FIRST_VALUES[role])
-        if role == "vector" and "norm" in owner and leaf == "weight":
-            return torch.ones(shape)
         if role == "vector":
-            return torch.full(shape, HIGHWAY_BIAS if owner == "gate" else 0.0)
+            is_gain = "norm" in owner and leaf == "weight"
+            return torch.full(shape, HIGHWAY_BIAS if owner == "gate" else float(is_gain))
         by_default = role == "wpe" or owner in ("router", "gate", "c_beta", "c_decay")
         if self.cfg.init == "normal" or by_default:
             return torch.randn(shape, generator=gen) * NORMAL_STD
@@ -842,11 +740,7 @@ class GPT(nn.Module):
         return torch.rand(shape, generator=gen) * (2 * bound) - bound
 
     def set_dtype(self, dtype):
-        """Set the precision of a run, and return the model.
-
-        bfloat16 keeps the token, value and hashed tables in it and the rest in float32; float64 is
-        all float64.
-        """
+        """The model in a run's precision: bfloat16 of TABLES only, float64 of everything."""
         if dtype == torch.float64:
             return self.double()
         for _, role, p in self.roles():
@@ -862,11 +756,7 @@ class GPT(nn.Module):
         return {**count, "total": sum(count.values())}
 
     def _masks(self, T, device):
-        """{window: attention mask} of the layers, for rows of T tokens.
-
-        Boolean [T, T], or float [H, T, T] with ALiBi; None where plain causal attention says the
-        same.
-        """
+        """{window: mask}: None (causal), boolean [T, T], or float [H, T, T] with ALiBi."""
         masks, biased = {}, self.cfg.pos in ("alibi", "hard_alibi")
         for window in {block.attn.window for block in self.blocks}:
             age = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)
@@ -881,8 +771,8 @@ class GPT(nn.Module):
     def layers(self, idx, x, x0, anchor=None, start=0, seen=None, states=None):
         """Residual state [B, T, C] behind the last layer, from the state x before layer `start`.
 
-        idx [B, T] token ids; x0 and anchor [B, T, C] as trunk() makes them. seen: a dict for every
-        layer, which receives its trace. states: a list that receives every layer's output.
+        idx [B, T] token ids; x0 and anchor [B, T, C] as in trunk(). seen: a dict for every layer,
+        which receives its trace. states: a list that receives every layer's output.
         """
         cfg, T = self.cfg, idx.size(1)
         cos, sin = (None, None) if self.cos is None else (self.cos[:T], self.sin[:T])
@@ -928,14 +818,13 @@ class GPT(nn.Module):
 
         With targets [B, T] (-1 ignored) it is the loss: reduction mean | sum (scalar), none
         ([B, T], 0 where ignored). While training, mean includes the routers' balance losses. A dict
-        given as `trace` receives what the delayed rules read: wte, oe, x0, anchor, x_L, x_final,
-        logits, and per layer attn_in, q, k (after norm and gain), v, gate, y, mlp_in, pre, hidden.
-        ValueError when a row is longer than config.sequence_len.
+        `trace` receives wte, oe, x0, anchor, x_L, x_final, logits, and per layer attn_in, q, k
+        (after norm and gain), v, gate, y, mlp_in, pre, hidden. ValueError for a row longer than
+        config.sequence_len.
         """
-        cfg = self.cfg
-        if idx.size(1) > cfg.sequence_len:
-            raise ValueError(f"{idx.size(1)} tokens in a row, "
-                             f"but the model was built for {cfg.sequence_len}")
+        cfg, T = self.cfg, idx.size(1)
+        if T > cfg.sequence_len:
+            raise ValueError(f"{T} tokens in a row, but the model was built for {cfg.sequence_len}")
         e = None
         if self.oe_tables is not None:
             e = oe_lookup(self.oe_tables, oe_ids(idx, cfg.oe_m, cfg.vocab_size))
@@ -947,17 +836,12 @@ class GPT(nn.Module):
                 trace.update(x_final=x_final, logits=logits)
             if targets is None:
                 return logits
-        if cfg.ffn != "moe" or not self.training:
-            return chunked_loss(x_final, head, targets, cfg.softcap, reduction)
         loss, nats = chunked_loss(x_final, head, targets, cfg.softcap, reduction, with_nats=True)
-        return self._moe_loss(loss, nats, targets >= 0, reduction)
-
-    def _moe_loss(self, loss, nats, counts, reduction):
-        """The loss with the routers' balance losses (mean only); the experts see the nats."""
-        for ffn in (block.ffn for block in self.blocks):
-            if reduction == "mean" and ffn.balance is not None:
-                loss = loss + BALANCE_COEFFICIENT * ffn.balance
-            if ffn.averages is not None:
-                ffn.observe(nats, counts)
-            ffn.balance = None  # the graph ends with the step
+        if cfg.ffn == "moe" and self.training:
+            for ffn in (block.ffn for block in self.blocks):
+                if reduction == "mean" and ffn.balance is not None:
+                    loss = loss + BALANCE_COEFFICIENT * ffn.balance
+                if ffn.averages is not None:
+                    ffn.observe(nats, targets >= 0)
+                ffn.balance = None  # the graph ends with the step
         return loss

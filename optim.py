@@ -3,15 +3,14 @@
     rule                paper            formula
     polar_express       Polar Express    five odd polynomials of G / (1.02 |G|_F): G -> the nearest
                                          orthogonal matrix
-    normuon_scale       NorMuon          rows (or columns, of wide matrices) divided by the root of
-                                         their running mean square
+    normuon_scale       NorMuon          rows (of wide matrices: columns) over the root of their
+                                         running mean square
     entrywise_adamw     AdamW            m_hat / (sqrt(v_hat) + eps)
     row_isotropic_adamw WM 3.4           the same with v_hat averaged over the row
     retract_spherical_  WM 4.6           W * |W_0|_F / |W|_F after the step
     oe_row_update       OE 2.1 A         visited rows: table -= lr * gbar / rms(gbar),
                                          gbar = grad / count; no moments, no decay
     equilibrate         OE 2.1 B, BiEq   rows, then columns, scaled towards equal root mean square
-                                         before the polar step
     neumann_whiten      OE 2.1 B         Uc - alpha/2 Uc (Uc^T Uc) / |Uc^T Uc|_F, Uc = U - mean row
     head_blocks         ABL 13, Kimi K3  Per-Head Muon: rows (of q, k, v) or columns (of proj) of
                                          each head are a matrix of their own
@@ -24,12 +23,11 @@ separate matrices. A group of MuonAdamW is {"params", "kind", "initial_lr", ...}
 turns step numbers into its lr, momentum and weight decay before every step.
 
 A new rule for the layers' matrices is a function (gradient, state, group) -> direction and a row
-of KINDS: "mine": Kind(one_by_one(mine), dict(its defaults)). native_groups(matrix_kind="mine") then
-trains with it, and a script whose flag has choices=MATRIX_KINDS offers it.
+of KINDS: "mine": (partial(one_by_one, mine), dict(its defaults), ANY). A script whose flag has
+choices=MATRIX_KINDS then offers it.
 """
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -42,17 +40,17 @@ POLAR_COEFFICIENTS = (  # Polar Express, five steps, as published
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-WARM_STEPS = 11        # the OE paper's untimed steps: progress starts to count after them ...
-SHORT_RUN = 100        # ... except in runs shorter than this, which count from step 0
+WARM_STEPS = 11        # the OE paper's untimed steps: progress counts from there ...
+SHORT_RUN = 100        # ... except in runs shorter than this
 MUON_RAMP = 300        # steps over which Muon's momentum rises from 0.85 to 0.95
 TINY = 1e-30
 
 
 # ---- schedules: progress in [0, 1] -> factor of the learning rate ----
 
-def trapezoid(progress):
-    """1, then a line to 0 over the last half."""
-    return min(1.0, 2 * (1 - progress))
+def ramp_down(parts, progress):
+    """1, then a line to 0 over the last 1/parts of the run."""
+    return min(1.0, parts * (1 - progress))
 
 
 def cosine(progress):
@@ -60,17 +58,8 @@ def cosine(progress):
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def wsd(progress):
-    """Warm-up, stable, decay: 1, then a line to 0 over the last fifth."""
-    return min(1.0, 5 * (1 - progress))
-
-
-def linear(progress):
-    """A line from 1 to 0."""
-    return 1 - progress
-
-
-SCHEDULES = {"trapezoid": trapezoid, "cosine": cosine, "wsd": wsd, "linear": linear}
+SCHEDULES = {"trapezoid": partial(ramp_down, 2), "cosine": cosine,
+             "wsd": partial(ramp_down, 5), "linear": partial(ramp_down, 1)}
 
 
 def run_progress(step, steps):
@@ -80,10 +69,7 @@ def run_progress(step, steps):
 
 
 def warmup_multiplier(step, steps, warmup, schedule="cosine"):
-    """Learning-rate factor of `step` (0-based): (step + 1) / warmup, then the schedule.
-
-    The schedule has the steps that the `warmup` first ones leave.
-    """
+    """Learning-rate factor of `step` (0-based): (step + 1) / warmup, then the schedule."""
     if step < warmup:
         return (step + 1) / warmup
     return SCHEDULES[schedule]((step - warmup) / max(1, steps - warmup))
@@ -103,11 +89,7 @@ def homotopy(step, tau):
 # ---- rules ----
 
 def polar_express(G, steps=5):
-    """Approximate polar factor of G [..., m, n], in G's dtype: singular values go to about 1.
-
-    Each step is X <- aX + (bA + cA^2)X with A = X X^T on the smaller side, after
-    X = G / (1.02 |G|_F + 1e-6).
-    """
+    """Approximate polar factor of G [..., m, n], in G's dtype: singular values go to about 1."""
     X = G / (G.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     wide = G.size(-2) <= G.size(-1)
     X = X if wide else X.mT
@@ -119,10 +101,9 @@ def polar_express(G, steps=5):
 
 
 def normuon_scale(O, v, beta2=0.95):
-    """NorMuon: (O scaled, new v) of O [..., m, n].
+    """NorMuon: (O scaled, new v) of O [..., m, n], at O's Frobenius norm.
 
     v is the running mean square of each row [..., m, 1] if m >= n, else of each column [..., 1, n].
-    Each row is divided by sqrt(v), then the whole is rescaled to the Frobenius norm of O.
     """
     dim = -1 if O.size(-2) >= O.size(-1) else -2
     square = O.to(v.dtype).square().mean(dim=dim, keepdim=True)
@@ -138,13 +119,9 @@ def equilibrate(M, alpha, passes=2):
     """BiEq homotopy on M [..., m, n].
 
     Per pass rows, then columns, are multiplied by (rms(M) / rms(row or column))^alpha. alpha 0
-    is the identity, alpha 1 with many passes makes all row and column rms equal; zero rows and
-    columns stay zero.
+    is the identity, alpha 1 with many passes makes all row and column rms equal; zeros stay zero.
     """
-    if alpha == 0:
-        return M
-    # the scaled matrix is r M c at every moment: its row and column energies are products of M^2
-    # with c^2 and r^2
+    # the matrix is r M c at every moment: its energies are products of M^2 with c^2 and r^2
     energy = M.square()
     r, c = torch.ones_like(M[..., :1]), torch.ones_like(M[..., :1, :])
 
@@ -159,10 +136,7 @@ def equilibrate(M, alpha, passes=2):
 
 
 def neumann_whiten(U, alpha):
-    """Right-projected Neumann-Gram step on U [..., rows, n].
-
-    Uc - alpha/2 Uc G / (|G|_F + 1e-30) with G = Uc^T Uc, Uc = U - mean row.
-    """
+    """Right-projected Neumann-Gram step on U [..., rows, n]: see the table."""
     U = U - U.mean(dim=-2, keepdim=True)
     gram = U.mT @ U
     return U - (alpha / 2) * (U @ (gram / (gram.norm(dim=(-2, -1), keepdim=True) + TINY)))
@@ -174,7 +148,7 @@ def neumann_whiten_rows(U, alpha):
     Products take the other rows only. With m the mean row, G = U^T U - rows m^T m, and every zero
     row becomes -m + alpha/2 m G / |G|_F.
     """
-    hit = (U.abs().amax(dim=1) != 0).nonzero().squeeze(1)   # also where it is NaN
+    hit = (U.abs().amax(dim=1) != 0).nonzero().squeeze(1)  # also where it is NaN
     if len(hit) > 0.5 * len(U):
         return neumann_whiten(U, alpha)
     some, mean = U[hit], U.mean(dim=0, keepdim=True)
@@ -201,35 +175,28 @@ POOL = {"entrywise": entrywise_adamw, "row_iso": row_isotropic_adamw}
 
 @torch.no_grad()
 def retract_spherical_(W, norm0):
-    """Rescale W [..., m, n], in place, to the Frobenius norm it started with (WM 4.6).
-
-    norm0: a number or [..., 1, 1].
-    """
+    """Rescale W [..., m, n], in place, to the Frobenius norm norm0, a number or [..., 1, 1]."""
     return W.mul_(norm0 / W.norm(dim=(-2, -1), keepdim=True).clamp_min(TINY))
 
 
 def head_blocks(W, n, dim=-2):
-    """W [..., r, c] as n matrices [..., n, r', c'] (Per-Head Muon, ABL 13).
-
-    dim -2: blocks of rows, -1: of columns. W holds the heads one after another, as q, k and v do in
-    their rows and proj in its columns. join_heads() is the inverse.
-    """
+    """W [..., r, c] as n matrices [..., n, r', c']: blocks of rows (dim -2) or columns (-1)."""
     if dim == -2:
         return W.unflatten(-2, (n, -1))
     return W.unflatten(-1, (n, -1)).movedim(-2, -3)
 
 
 def join_heads(blocks, dim=-2):
-    """The matrix [..., r, c] whose head_blocks() are `blocks` [..., n, r', c']."""
+    """The inverse of head_blocks()."""
     return blocks.flatten(-3, -2) if dim == -2 else blocks.movedim(-3, -2).flatten(-2)
 
 
 @torch.no_grad()
 def qk_clip_(wq, wk, smax, tau):
-    """MuonClip (ABL 14), in place: where smax > tau, a head's rows times sqrt(tau / smax).
+    """MuonClip, in place: afterwards the same input's logits reach tau where they went beyond.
 
-    smax [H]: each head's largest logit. wq, wk [H * D, C], or biases [H * D]. The head's logits on
-    the same input then reach tau. Where no head exceeds it nothing is written.
+    smax [H]: each head's largest logit. wq, wk [H * D, C], or biases [H * D]. Where no head exceeds
+    tau nothing is written.
     """
     if not bool((smax > tau).any()):
         return
@@ -241,15 +208,12 @@ def qk_clip_(wq, wk, smax, tau):
 
 @torch.no_grad()
 def keep_topk_(grads, fraction):
-    """meProp (ABL 8): in each tensor all but the largest entries become 0, in place.
-
-    ceil(fraction * n) of n entries stay, by magnitude; 1 keeps all.
-    """
+    """meProp, in place: a tensor keeps the ceil(fraction * n) largest of its n entries, else 0."""
     if fraction >= 1:
         return
     for g in grads:
         flat = g.flatten()
-        n = math.ceil(round(fraction * len(flat), 6))   # 0.07 * 100 is 7.000000000000001
+        n = math.ceil(round(fraction * len(flat), 6))  # 0.07 * 100 is 7.000000000000001
         kept = flat.abs().topk(max(1, n), sorted=False).indices
         g.copy_(torch.zeros_like(flat).index_copy_(0, kept, flat[kept]).view_as(g))
 
@@ -258,13 +222,12 @@ def oe_row_update(table, grad, count, lr, whiten=0.0):
     """Moment-free update of a hashed table's visited rows, in place; returns those rows (int64).
 
     table, grad [rows, n]; count [rows] float32, visits since the last update, which is set to 0.
-    gbar = grad / count row by row; table -= lr * gbar / max(rms of gbar over all visited entries,
-    1e-30). whiten > 0 applies the Neumann step of that strength to gbar first (the paper's
-    Table-Neumann control). Rows with count 0 keep every bit.
+    The rms is over all visited entries. whiten > 0 applies the Neumann step of that strength to
+    gbar first (the paper's Table-Neumann control). Rows with count 0 keep every bit.
     """
     rows = count.nonzero().squeeze(1)
     if len(rows):
-        acc = torch.float64 if table.dtype == torch.float64 else torch.float32
+        acc = torch.promote_types(table.dtype, torch.float32)
         gbar = grad[rows].to(acc) / count[rows].to(acc).unsqueeze(1)
         gbar = neumann_whiten(gbar, whiten) if whiten else gbar
         rms = gbar.square().mean().sqrt().clamp_min(TINY)
@@ -273,44 +236,28 @@ def oe_row_update(table, grad, count, lr, whiten=0.0):
     return rows
 
 
-# ---- kinds of groups ----
+# ---- kinds of groups: (optimizer, parameters of one shape, group) updates them in place ----
 
-@dataclass(frozen=True)
-class Kind:
-    """How the groups of one kind are updated: a row of KINDS.
+def one_by_one(rule, optimizer, params, group):
+    """W <- (1 - lr * weight_decay) W - lr * rule(gradient, state, group).
 
-    update(optimizer, params, group) changes the params, all of which have gradients, in place.
-    defaults: what a group of the kind has where it says nothing. dims: the least and the most
-    dimensions that a parameter may have.
+    float32_state: a bfloat16 W has a master copy in float32, and gradient and state are float32.
     """
-    update: Callable
-    defaults: dict
-    dims: tuple = (0, math.inf)
-
-
-def one_by_one(rule):
-    """The update that gives every parameter W the direction rule(gradient, state, group).
-
-    W <- (1 - lr * weight_decay) W - lr * direction. float32_state: a bfloat16 W has a master copy
-    in float32, and gradient and state are float32 as well.
-    """
-    def update(optimizer, params, group):
-        for p in params:
-            state = optimizer.state[p]
-            wide = group["float32_state"] and p.dtype == torch.bfloat16
-            if wide and "master" not in state:
-                state["master"] = p.float()
-            weight = state["master"] if wide else p
-            direction = rule(p.grad.to(weight.dtype), state, group)
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(direction, alpha=-group["lr"])
-            if wide:
-                p.copy_(weight)
-    return update
+    for p in params:
+        state = optimizer.state[p]
+        wide = group["float32_state"] and p.dtype == torch.bfloat16
+        if wide and "master" not in state:
+            state["master"] = p.float()
+        weight = state["master"] if wide else p
+        direction = rule(p.grad.to(weight.dtype), state, group)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(direction, alpha=-group["lr"])
+        if wide:
+            p.copy_(weight)
 
 
 def adamw(gradient, state, group):
-    """AdamW's direction after `gradient`, which moves the moments in `state`."""
+    """The rule of kind adamw."""
     if "step" not in state:
         state["step"] = 0
         state["exp_avg"] = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
@@ -325,15 +272,7 @@ def adamw(gradient, state, group):
 
 
 def muon(optimizer, params, group):
-    """Muon of matrices; those of one shape share each matrix product."""
-    shapes = {}
-    for p in params:
-        shapes.setdefault(p.shape, []).append(p)
-    for same in shapes.values():
-        _muon_of_one_shape(optimizer, same, group)
-
-
-def _muon_of_one_shape(optimizer, params, group):
+    """Muon of matrices, which share each matrix product."""
     states = [optimizer.state[p] for p in params]
     for p, state in zip(params, states):
         if "momentum_buffer" not in state:
@@ -346,8 +285,10 @@ def _muon_of_one_shape(optimizer, params, group):
     torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
     # Nesterov's momentum: [K, ..., rows, cols]
     u = torch.stack(grads).lerp_(torch.stack(buffers), group["momentum"])
-    blocks = head_blocks(u, group["heads"], group["head_axis"])   # [K, ..., heads, rows', cols']
-    flat = equilibrate(blocks.flatten(0, -3), group["equilibrate"])
+    blocks = head_blocks(u, group["heads"], group["head_axis"])  # [K, ..., heads, rows', cols']
+    flat = blocks.flatten(0, -3)
+    if group["equilibrate"]:
+        flat = equilibrate(flat, group["equilibrate"])
     flat = optimizer._share(polar_express, flat.to(group["polar_dtype"]))
     u = join_heads(flat.view(blocks.shape), group["head_axis"])
     if group["normuon"]:
@@ -357,31 +298,29 @@ def _muon_of_one_shape(optimizer, params, group):
             state["second_moment"].copy_(moment)
     lr = group["lr"] * max(1.0, blocks.size(-2) / blocks.size(-1)) ** 0.5
     for p, direction in zip(params, u.to(params[0].dtype)):
-        if group["weight_decay"]:   # cautious: only where it agrees with the update
+        if group["weight_decay"]:  # cautious: only where it agrees with the update
             direction = direction + group["weight_decay"] * p * (direction * p >= 0)
         p.add_(direction, alpha=-lr)
 
 
 def oe_rows(optimizer, params, group):
-    """oe_row_update of hashed tables, whose gradients model.oe_lookup gathers by row."""
+    """oe_row_update of hashed tables."""
     for p in params:
         p.visited = oe_row_update(p, p.grad, p.visits, group["lr"], group["neumann"])
 
 
 COMMON = dict(kind="adamw", lr=0.0, initial_lr=0.0, weight_decay=0.0, initial_decay=0.0,
               float32_state=False)
+# kind -> its update, what its groups have where they say nothing, least and most dimensions
+ANY = (0, math.inf)
 KINDS = {
     # neumann: whiten the gradients of matrices. pool: a key of POOL
-    "adamw": Kind(
-        one_by_one(adamw),
-        dict(betas=(0.8, 0.95), eps=1e-10, neumann=0.0, pool="entrywise")),
+    "adamw": (partial(one_by_one, adamw),
+              dict(betas=(0.8, 0.95), eps=1e-10, neumann=0.0, pool="entrywise"), ANY),
     # leading dimensions are separate matrices. heads, head_axis: so are the blocks of head_blocks()
-    "muon": Kind(
-        muon,
-        dict(momentum=0.95, beta2=0.95, equilibrate=0.0, polar_dtype=torch.float32, normuon=True,
-             heads=1, head_axis=-2),
-        dims=(2, math.inf)),
-    "oe": Kind(oe_rows, dict(neumann=0.0), dims=(2, 2)),
+    "muon": (muon, dict(momentum=0.95, beta2=0.95, equilibrate=0.0, polar_dtype=torch.float32,
+                        normuon=True, heads=1, head_axis=-2), (2, math.inf)),
+    "oe": (oe_rows, dict(neumann=0.0), (2, 2)),
 }
 MATRIX_KINDS = tuple(kind for kind in KINDS if kind != "oe")   # what the layers' matrices can have
 
@@ -391,20 +330,18 @@ MATRIX_KINDS = tuple(kind for kind in KINDS if kind != "oe")   # what the layers
 class MuonAdamW(torch.optim.Optimizer):
     """Updates every group by the row of KINDS that it names; see native_groups() for a recipe.
 
-    KeyError for an unknown kind, ValueError for parameters that its kind cannot update. p.grad is
-    never overwritten by step(); zero_grad() clears only visited rows of hashed tables. rank, world:
-    this process among those that train together.
+    KeyError for an unknown kind, ValueError for parameters that its kind cannot update. step()
+    never overwrites p.grad. rank, world: this process among those that train together.
     """
 
     def __init__(self, groups, rank=0, world=1):
-        self.rank, self.world = rank, world
-        defaults = COMMON
-        for kind in KINDS.values():
-            defaults = {**kind.defaults, **defaults}
-        own = [KINDS[group.get("kind", COMMON["kind"])].defaults for group in groups]
+        self.rank, self.world, defaults = rank, world, COMMON
+        for _, kind, _ in KINDS.values():
+            defaults = {**kind, **defaults}
+        own = [KINDS[group.get("kind", "adamw")][1] for group in groups]
         super().__init__([{**kind, **group} for kind, group in zip(own, groups)], defaults)
         for group in self.param_groups:
-            least, most = KINDS[group["kind"]].dims
+            _, _, (least, most) = KINDS[group["kind"]]
             if not all(least <= p.ndim <= most for p in group["params"]):
                 raise ValueError(f"kind {group['kind']} takes matrices only")
 
@@ -414,8 +351,12 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("MuonAdamW takes no closure")
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            KINDS[group["kind"]].update(self, params, group)
+            update, shapes = KINDS[group["kind"]][0], {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes.setdefault(p.shape, []).append(p)
+            for params in shapes.values():
+                update(self, params, group)
 
     def _share(self, f, stack):
         """f of a stack [K, rows, cols] of matrices, each rank computing its share of any K."""
@@ -450,10 +391,7 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_div_(dense, self.world)
 
     def zero_grad(self, set_to_none=True):
-        """Drop gradients; of hashed tables clear only the rows visited.
-
-        So the cost follows the batch and not the table.
-        """
+        """Drop gradients; of hashed tables clear the rows visited: the cost follows the batch."""
         for p in (p for group in self.param_groups for p in group["params"]):
             if not hasattr(p, "visits"):
                 p.grad = None
@@ -478,12 +416,11 @@ def set_schedule(optimizer, step, steps, *, schedule="trapezoid", momentum_coold
                  cosine_decay=False, lr_scale=1.0, decay_scale=1.0):
     """Set every group's lr, momentum, weight decay and homotopies for `step` of `steps` (0-based).
 
-    Returns the lr multiplier. Groups with an equilibrate_tau or neumann_tau get
-    alpha = min(step / tau, 1)^2. Momentum follows the unscaled schedule.
+    Returns the lr multiplier. Momentum follows the unscaled schedule.
     """
     progress = run_progress(step, steps)
     multiplier = SCHEDULES[schedule](progress)
-    decay = (cosine(progress) if cosine_decay else linear(progress)) * decay_scale
+    decay = SCHEDULES["cosine" if cosine_decay else "linear"](progress) * decay_scale
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier * lr_scale
         group["weight_decay"] = group["initial_decay"] * decay
@@ -506,10 +443,9 @@ def native_groups(roles, width, *, matrix_kind="muon", head_lr=0.004, embed_lr=0
     """Parameter groups of the OE paper's native recipe from GPT.roles(); each parameter is in one.
 
     The rates of head, embeddings and tables scale by (width / 768)^-1/2; oe_lr None means embed_lr.
-    muon_lr and weight_decay are of the layers' matrices, also under another of MATRIX_KINDS
-    (UserError for any other). The polar step runs in `dtype` (the run's), with float32_polar in
-    float32 at least. The taus and float32 switches are the package's: see PACKAGE;
-    table_neumann_tau is the Table-Neumann control.
+    muon_lr and weight_decay are of the layers' matrices under any of MATRIX_KINDS (else UserError).
+    The polar step runs in `dtype` (the run's), with float32_polar in float32 at least. The taus and
+    float32 switches are the package's; table_neumann_tau is the Table-Neumann control.
     """
     if matrix_kind not in MATRIX_KINDS:
         raise UserError(f"kind {matrix_kind!r} is none of {', '.join(MATRIX_KINDS)}")
@@ -521,19 +457,18 @@ def native_groups(roles, width, *, matrix_kind="muon", head_lr=0.004, embed_lr=0
     polar_dtype = torch.float32 if float32_polar and dtype == torch.bfloat16 else dtype
     embed = dict(kind="adamw", initial_lr=embed_lr * scale, neumann_tau=neumann_tau,
                  float32_state=float32_state)
+    head = dict(kind="adamw", initial_lr=head_lr * scale)
+    resid = dict(kind="adamw", initial_lr=resid_lr)
     x0 = dict(kind="adamw", initial_lr=x0_lr, betas=(0.96, 0.95))
     recipe = {
-        "lm_head": dict(kind="adamw", initial_lr=head_lr * scale, neumann_tau=neumann_tau),
-        "wte": embed, "value_embeds": embed,
-        "resid_lambdas": dict(kind="adamw", initial_lr=resid_lr),
+        "lm_head": dict(head, neumann_tau=neumann_tau),
+        "wte": embed, "value_embeds": embed, "resid_lambdas": resid,
         "x0_lambdas": x0, "wte_lambdas": x0, "out_lambdas": x0,
         "q_log": dict(kind="adamw", initial_lr=q_lr),
         "matrix": dict(kind=matrix_kind, initial_lr=muon_lr, initial_decay=weight_decay,
                        equilibrate_tau=equilibrate_tau, polar_dtype=polar_dtype),
         "oe": dict(kind="oe", initial_lr=oe_lr * scale, neumann_tau=table_neumann_tau),
-        # of ablated parts; the backbone has none
-        "vector": dict(kind="adamw", initial_lr=resid_lr),
-        "wpe": dict(kind="adamw", initial_lr=head_lr * scale),
+        "vector": resid, "wpe": head,  # of ablated parts; the backbone has none
     }
     return [dict(recipe[role], role=role, params=params) for role, params in by_role.items()]
 

@@ -17,13 +17,10 @@ from common import OWN_SCRIPTS, SCHEMA, UserError
 
 TOO_LARGE = 1e100  # beyond it sums of squares overflow; no loss is that large
 PREFERRED = ("val_bpb", "val_loss", "heldout_bpb")
+KINDS = {"script": str, "arm": str, "seed": int, "status": str, "metrics": dict, "changed": dict}
 # files of the project that compute results; a run's own script is one too
 COMPUTING = {"model.py", "optim.py", "loss.py", "fast_weights.py", "batches.py", "data.py", "wm.py",
              "wm_pipeline.py", "wm_kernels.py"}
-# what does not name a run, for records that do not say what they changed
-NOT_NAMING = {"arm", "seed", "preset", "data", "data_digest", "vocab_size", "out", "out_dir", "run",
-              "name", "device", "threads", "ranks", "compile", "impl", "packets", "resume", "force",
-              "save_every", "log_every", "eval_every", "micro_batch", "shard", "seeds", "configs"}
 
 
 class Group(NamedTuple):
@@ -31,20 +28,17 @@ class Group(NamedTuple):
     table: str
     depth: Optional[int]
     width: Optional[int]
-    steps: Optional[float] = None
-    tokens: Optional[float] = None
-    corpus: object = None
+    steps: float = None
+    tokens: float = None
+    corpus: str = None   # its digest
 
     def __str__(self):
-        depth = "" if self.depth is None else f"d{self.depth}"
-        width = "" if self.width is None else f"w{self.width}"
-        parts = [" ".join(filter(None, (self.table, depth, width)))]
-        for n, unit in ((self.steps, "steps"), (self.tokens, "tokens")):
-            parts += [] if n is None else [f"{n:,.0f} {unit}"]
-        if self.corpus is not None:
-            text = clean(self.corpus)
-            # a digest is cut as in the names of runs, a path is not
-            parts.append("corpus " + (text[:6] if re.fullmatch("[0-9a-f]{16,}", text) else text))
+        size = [self.depth and f"d{self.depth}", self.width and f"w{self.width}"]
+        parts = [" ".join(filter(None, [self.table, *size]))]
+        budget = ((self.steps, "steps"), (self.tokens, "tokens"))
+        parts += [f"{n:,.0f} {unit}" for n, unit in budget if n is not None]
+        # cut as in the names of runs
+        parts += [f"corpus {clean(self.corpus)[:6]}"] if self.corpus else []
         return ", ".join(filter(None, parts)) or "of no size"
 
 
@@ -58,18 +52,11 @@ class Run:
     seed: int
     status: str
     metrics: dict
-    params: Optional[float] = None
-    changed: Optional[dict] = None                # None: an old record, see settings()
-    config: dict = field(default_factory=dict)
-    alike: dict = field(default_factory=dict)     # what else pairs must agree in, where both say
-    sources: dict = field(default_factory=dict)   # {file: digest} of the code that computed it
-    curve: object = None                          # as found in the file; see points()
-
-    def points(self):
-        """[[step, loss], ...]: the finite points of the loss curve."""
-        rows = self.curve if isinstance(self.curve, list) else []
-        pairs = [p for p in rows if isinstance(p, list) and len(p) == 2]
-        return [p for p in pairs if None not in map(number, p)]
+    changed: dict    # the flags that differ from their defaults
+    config: dict     # every flag
+    params: Optional[float]
+    sources: dict    # {file: digest} of the code that computed it
+    curve: list      # [[step, loss], ...]
 
 
 @dataclass
@@ -80,18 +67,14 @@ class Printed:
     arm: str
     metric: str
     mean: Optional[float]
-    sd: Optional[float] = None
-    sd_by: str = "n-1"
+    sd: float = None
+    sd_by: str = "(n-1)"
     loose: tuple = ()      # values whose seeds are not named, so that nothing pairs with them
-    low: Optional[float] = None
-    high: Optional[float] = None
-    params: Optional[float] = None
+    low: float = None
+    high: float = None
+    params: float = None
     changed: dict = field(default_factory=dict)
     family: str = ""       # what the paper calls this arm, at whatever rate
-
-    @property
-    def config(self):
-        return self.changed
 
 
 @dataclass
@@ -114,17 +97,8 @@ class Batch:
 
 def number(value):
     """The float of a finite JSON number of sane size, else None (bool, text, NaN, too large)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if abs(value) < TOO_LARGE else None  # False for NaN
-
-
-def whole(value):
-    """The int of a whole number or of its decimal text, else None."""
-    if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value):
-        return int(value)
-    v = number(value)
-    return int(value) if v is not None and v == int(v) else None
+    sane = type(value) in (int, float) and abs(value) < TOO_LARGE
+    return float(value) if sane else None
 
 
 def clean(text):
@@ -137,44 +111,21 @@ def show(value):
     return f"{value:g}" if isinstance(value, float) else clean(value)
 
 
-def given(value, kind=number):
-    """The value, or None. ValueError where it is no number (or no text): the file was edited."""
-    wrong = not isinstance(value, str) if kind is str else number(value) is None
-    if value is not None and wrong:
-        raise ValueError(f"damaged: {clean(value)[:40]} stands where a {kind.__name__} should")
-    return value
-
-
-def plain(value):
-    """The value, as JSON text where it is a list or an object, so that it can be compared."""
-    return value if value is None or isinstance(value, (str, int, float)) else json.dumps(value)
-
-
 # ---- one record ----
 
 def run_of(data, path, table=""):
     """Run of a dict with a record's keys. ValueError says what is wrong with it."""
-    missing = [k for k in ("arm", "seed", "status", "metrics") if k not in data]
-    if missing:
-        raise ValueError(f"not a whole result record (no {', '.join(missing)})")
-    if not isinstance(data["metrics"], dict) or not isinstance(data["arm"], str):
-        raise ValueError("arm is no text or metrics no object")
-    seed = whole(data["seed"])
-    if seed is None:
-        raise ValueError(f"seed {clean(json.dumps(data['seed']))} is not a whole number")
-    parts = [data.get(k) for k in ("config", "env", "params", "changed")]
-    config, env, params, changed = [p if isinstance(p, dict) else None for p in parts]
-    config, env, params = config or {}, env or {}, params or {}
-    corpus = config.get("data_digest") or env.get("data_digest") or config.get("data")
-    group = Group(table, whole(data.get("depth")), whole(data.get("width")),
-                  *planned_budget(data, config), plain(corpus))
-    sources = env.get("sources") if isinstance(env.get("sources"), dict) else {}
-    alike = {"data order": plain(config.get("data_seed")),
-             "evaluation tokens": plain(config.get("eval_tokens"))}
-    return Run(str(path), group, clean(data.get("script") or table or "?"),
-               clean(data["arm"]) or "(unnamed)", seed, clean(data["status"]), data["metrics"],
-               number(params.get("total")), {} if table else changed, config, alike, sources,
-               data.get("curve"))
+    data = {"script": table, "changed": {}, **data} if table else data
+    wrong = [key for key, kind in KINDS.items() if type(data.get(key)) is not kind]
+    if wrong:
+        raise ValueError(f"not a whole result record (see its {', '.join(wrong)})")
+    config, params = data.get("config", {}), data.get("params") or {}
+    group = Group(table, data.get("depth"), data.get("width"), *planned_budget(data, config),
+                  config.get("data_digest"))
+    curve = [point for point in data.get("curve", ()) if None not in map(number, point)]
+    script, arm, status = [clean(data[key]) for key in ("script", "arm", "status")]
+    return Run(str(path), group, script, arm, data["seed"], status, data["metrics"], data["changed"],
+               config, number(params.get("total")), data.get("env", {}).get("sources", {}), curve)
 
 
 def planned_budget(data, config):
@@ -197,7 +148,7 @@ def read_table(path, data):
         else:
             add_arm(batch, row, data["metrics"], path, table)
     batch.printed += [finding(row, table) for row in data.get("findings", ())]
-    contrasts = data["claims" if "findings" in data else "contrasts"]
+    contrasts = data.get("contrasts", data.get("claims"))
     batch.plan = plan_of(contrasts, table)
     batch.names = {short: {arm} for short, arm in data.get("aliases", {}).items()}
     for c in contrasts:
@@ -212,28 +163,27 @@ def add_arm(batch, row, metrics, path, table):
 
     metrics: {our name of a metric: the word that the paper has for it}.
     """
-    params = number(row.get("active_params_M")) and row["active_params_M"] * 1e6
+    params = row.get("active_params_M", 0) * 1e6 or None
     group = Group(table, row["depth"], row["width"], number(row["steps"]), number(row["tokens"]))
     for metric, word in metrics.items():
         for seed, value in zip(row.get("seeds", ()), row.get(f"{word}_bpb_per_seed") or ()):
             one = {**row, "seed": seed, "metrics": {metric: value}, "params": {"total": params}}
             batch.runs.append(run_of(one, path, table))
-        if row.get(f"{word}_mean") is not None:
-            values = given(row[f"{word}_mean"]), given(row.get(f"{word}_sd"))
-            batch.printed.append(Printed(group, table, row["arm"], metric, *values, params=params))
+        mean, sd = number(row.get(f"{word}_mean")), number(row.get(f"{word}_sd"))
+        if mean is not None:
+            batch.printed.append(Printed(group, table, row["arm"], metric, mean, sd, params=params))
 
 
 def finding(row, table):
     """Printed of a row of the ablation log, which names no seeds and divides its sd by n."""
-    low, high = row.get("range") or (None, None)
+    low, high = row.get("range", (None, None))
     loose = tuple(row["seeds"] or ())
     # losses compare inside one setting and size
     level = [table, row["setting"].split("-")[0], *([row["size"]] if "size" in row else [])]
     return Printed(
         Group(" ".join(level), None, None), table, row.get("config", row["arm"]),
-        row.get("metric", "val_loss"), given(row["val_loss"]), given(row["std"]), "n", loose,
-        given(min(loose, default=low)), given(max(loose, default=high)),
-        row["params_M"] and row["params_M"] * 1e6,
+        row.get("metric", "val_loss"), row["val_loss"], row["std"], "n", loose,
+        min(loose, default=low), max(loose, default=high), row["params_M"] and row["params_M"] * 1e6,
         {k: row[k] for k in ("lr", "adamw_lr") if row.get(k) is not None}, row["arm"])
 
 
@@ -243,20 +193,16 @@ def plan_of(rows, table):
     for c in rows:
         if "margin" in c and "terms" not in c:
             continue   # a claim about something else
-        terms = []
-        for sign, arm, ref in c.get("terms") or [["+", c["arm"], c["ref"]]]:
-            one = 1 if sign == "+" else -1
-            terms += [(one, arm), (-one, ref)]
+        sides = [term[1:] for term in c["terms"]] if "terms" in c else [(c["arm"], c["ref"])]
+        terms = tuple(arm for side in sides for arm in side)
         item = {"source": f"{table} {c.get('level', '')}".strip(), "depth": c.get("depth"),
-                "table": place_of(c), "row": given(c.get("row"), str),
-                "name": c.get("name", f"{arm} - {ref}"),
-                "label": given(c.get("label", c.get("claim")), str), "terms": tuple(terms)}
+                "table": place_of(c), "row": c.get("row"), "name": c.get("name", " - ".join(terms)),
+                "label": c.get("label", c.get("claim")), "terms": terms}
         item = plan.setdefault(str(item), {**item, "printed": {}})
-        mean, ends = c.get("mean", c.get("margin")), c.get("ci95")
         item["printed"][c.get("metric", "val_loss")] = {
-            # a claim may give a range of margins
-            "mean": given(mean) if not isinstance(mean, list) else None,
-            "sd": given(c.get("sd")), "ci95": ends and [given(end) for end in ends]}
+            # a claim may give a range of margins: no one number
+            "mean": number(c.get("mean", c.get("margin"))), "sd": number(c.get("sd")),
+            "ci95": c.get("ci95")}
     return list(plan.values())
 
 
@@ -264,9 +210,7 @@ def place_of(c):
     """Where a contrast is printed."""
     if "finding" in c:
         return f"Finding {c['finding']}"
-    where = c["table"]
-    if where.startswith("text "):
-        return f"Section {where[5:]}"
+    where = re.sub("^text ", "Section ", c["table"])
     return f"Table {where}" if where[0].isdigit() else where
 
 
@@ -274,28 +218,16 @@ def place_of(c):
 
 def batch_of(path, data):
     """Batch of a parsed file; ValueError with the reason when it is none of ours or damaged."""
-    if not isinstance(data, dict):
-        raise ValueError("not a result file (no object)")
     try:
         if "runs" in data or "findings" in data:
             return read_table(path, data)
-        if data.get("schema") != SCHEMA:
-            found = f"schema {clean(data.get('schema'))} instead of {SCHEMA}"
-            raise ValueError(found if "schema" in data else "not a result file (no schema)")
+        if "schema" not in data:
+            raise ValueError("not a result file (no schema)")
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {clean(data['schema'])} instead of {SCHEMA}")
         return Batch([run_of(data, path)])
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as err:
         raise ValueError(f"damaged: {type(err).__name__} {clean(err)}") from None
-
-
-def read_file(path):
-    """Batch of one file; ValueError with the reason when it cannot be read."""
-    try:
-        data = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as err:
-        raise ValueError(err.strerror) from None
-    except (ValueError, RecursionError):
-        raise ValueError("not readable as JSON (truncated?)") from None
-    return batch_of(path, data)
 
 
 def expand(names):
@@ -303,14 +235,11 @@ def expand(names):
     paths = {}
     for name in names:
         path = Path(name)
-        if path.is_dir():
-            inside = sorted(path.glob("*.json"))
-            if not inside:
-                raise UserError(f"{name}: a folder without .json files; name result files")
-        elif path.exists():
-            inside = [path]
-        else:
+        if not path.exists():
             raise UserError(f"{name}: no such file; name result files such as results/*.json")
+        inside = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not inside:
+            raise UserError(f"{name}: a folder without .json files; name result files")
         for p in inside:
             paths.setdefault(p.resolve(), p)
     return list(paths.values())
@@ -321,7 +250,11 @@ def read_all(paths):
     total, skipped = Batch(), []
     for path in paths:
         try:
-            total.add(read_file(path))
+            total.add(batch_of(path, json.loads(path.read_bytes())))
+        except OSError as err:
+            skipped.append(f"skipped {clean(path)}: {err.strerror}")
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            skipped.append(f"skipped {clean(path)}: not readable as JSON (truncated?)")
         except ValueError as err:
             skipped.append(f"skipped {clean(path)}: {clean(err)}")
     return total, skipped
@@ -337,52 +270,26 @@ class Arm:
     base: str       # the arm's name in its script
     label: str      # what tells it from the others of its group
     setting: dict   # the flags that differ from the defaults
-    params: Optional[float] = None
+    config: dict    # every flag of its first run
+    order: list     # the varying flags, for sorting
+    params: float = None
     runs: dict = field(default_factory=dict)       # seed -> Run
     printed: dict = field(default_factory=dict)    # metric -> Printed
     values: dict = field(default_factory=dict)     # metric -> {seed: value}, see usable()
     diverged: set = field(default_factory=set)     # seeds
     marks: list = field(default_factory=list)      # [(metric, remark)]
-    order: list = field(default_factory=list)      # the varying flags, for sorting
 
     @property
     def own(self):
         """Is it an arm of the project's own scripts, or of a paper?"""
         return bool(self.group.table) or self.script in OWN_SCRIPTS
 
-    @property
-    def config(self):
-        """Every flag of its first run."""
-        return next((item.config for item in [*self.runs.values(), *self.printed.values()]), {})
-
-
-def settings(items):
-    """[{flag: value}]: what tells the runs of one arm apart.
-
-    That is `changed`. Where a record of the arm lacks it, they are told apart by the flags that
-    all of their configs have.
-    """
-    if all(item.changed is not None for item in items):
-        return [item.changed for item in items]
-    shared = set.intersection(*[set(item.config) for item in items]) - NOT_NAMING
-    return [{k: item.config[k] for k in sorted(shared)} for item in items]
-
 
 def varying(dicts):
     """The keys, sorted, in which these dicts differ; a missing key is the default."""
     def texts(key):
         return {json.dumps(d.get(key), sort_keys=True) for d in dicts}
-    return sorted(key for key in {k for d in dicts for k in d} if len(texts(key)) > 1)
-
-
-def names_of_arms(found):
-    """{(group, script, arm): name}: copies, and arms that two scripts have, bear the script's."""
-    own = Counter((group, arm) for group, script, arm in found if script in OWN_SCRIPTS)
-    names = {}
-    for group, script, arm in found:
-        bare = group.table or script in OWN_SCRIPTS and own[group, arm] == 1
-        names[group, script, arm] = arm if bare else f"{Path(script).stem}/{arm}"
-    return names
+    return sorted(key for key in set().union(*dicts) if len(texts(key)) > 1)
 
 
 def make_arms(batch, notes):
@@ -393,17 +300,20 @@ def make_arms(batch, notes):
     found, arms = {}, {}
     for item in [*batch.runs, *batch.printed]:
         found.setdefault((item.group, item.script, item.arm), []).append(item)
-    names = names_of_arms(found)
+    own = Counter((group, arm) for group, script, arm in found if script in OWN_SCRIPTS)
     for place, items in found.items():
-        group, script, base = place
-        said = settings(items)
-        keys = varying(said)
-        for item, setting in zip(items, said):
-            told = {k: setting[k] for k in keys if setting.get(k) is not None}
+        group, script, name = place
+        # copies, and arms that two scripts have, bear the script's name
+        if not group.table and (script not in OWN_SCRIPTS or own[group, name] > 1):
+            name = f"{Path(script).stem}/{name}"
+        keys = varying([item.changed for item in items])
+        for item in items:
+            told = {k: item.changed[k] for k in keys if item.changed.get(k) is not None}
             words = " ".join(f"{k}={show(v)}" for k, v in told.items())
-            label = names[place] + (f" [{words}]" if told else "")
-            arm = arms.setdefault((*place, label), Arm(group, script, base, label, setting))
-            arm.order = [(k, number(v) or 0, show(v)) for k, v in told.items()]
+            label = name + (f" [{words}]" if told else "")
+            order = [(k, number(v) or 0, show(v)) for k, v in told.items()]
+            config = item.config if isinstance(item, Run) else item.changed
+            arm = arms.setdefault((place, label), Arm(*place, label, item.changed, config, order))
             arm.params = arm.params if item.params is None else item.params
             if isinstance(item, Printed):
                 arm.printed[item.metric] = item
@@ -412,13 +322,9 @@ def make_arms(batch, notes):
             if other is not item:
                 twice = f"arm {label}, seed {item.seed} is in two files"
                 raise UserError(f"{twice}: {other.path} and {item.path}; name only one of them")
-        if keys and any(isinstance(item, Run) for item in items):
-            notes.append(f"arm {names[place]} ({group}) was run with different "
-                         f"{', '.join(keys)}: one row per setting")
-    old = [run.path for run in batch.runs if run.changed is None]
-    if old:
-        notes.append(f"{len(old)} records do not say what they changed ({old[0]}, ...): told apart "
-                     "by the flags that all records of an arm have")
+        if keys and isinstance(items[0], Run):
+            notes.append(f"arm {name} ({group}) was run with different {', '.join(keys)}: one row "
+                         "per setting")
     return sorted(arms.values(), key=_order)
 
 
@@ -434,8 +340,8 @@ def default_metrics(arms, plan):
     if planned:
         return list(dict.fromkeys(planned))
     counts = Counter(known_metrics(arms))
-    ranks = {m: i for i, m in enumerate(PREFERRED)}
-    return sorted(counts, key=lambda m: (-counts[m], ranks.get(m, len(ranks)), m))[:1]
+    ranked = [*(m for m in PREFERRED if m in counts), *sorted(counts)]
+    return sorted(counts, key=lambda m: (-counts[m], ranked.index(m)))[:1]
 
 
 def known_metrics(arms):
@@ -449,25 +355,23 @@ def usable(arm, metric, notes):
     """{seed: value} of an arm's finished runs; every run left out is named in notes, once."""
     if metric in arm.values:
         return arm.values[metric]
-    kept = {}
+    kept = arm.values[metric] = {}
     for seed, run in sorted(arm.runs.items()):
-        value, why = run.metrics.get(metric), None
-        if run.status != "finished":
-            why = f"status {run.status}"
-        elif metric not in run.metrics:
-            has = ", ".join(map(clean, run.metrics)) or "none"
-            why = f"no metric {metric}; it has {has}"
-        elif number(value) is None:
-            why = f"{metric} is {clean(json.dumps(value))[:40]}, not a finite number"
+        value = run.metrics.get(metric)
         if run.status == "diverged":
             arm.diverged.add(seed)
-            why += "; worse than any value where ranges are compared"
-        line = f"left out: {arm.label}, seed {seed} ({run.path}): {why}"
-        if why is None:
+            why = "status diverged; worse than any value where ranges are compared"
+        elif run.status != "finished":
+            why = f"status {run.status}"
+        elif metric not in run.metrics:
+            why = f"no metric {metric}; it has {', '.join(map(clean, run.metrics)) or 'none'}"
+        elif number(value) is None:
+            why = f"{metric} is {clean(json.dumps(value))[:40]}, not a finite number"
+        else:
             kept[seed] = number(value)
-        elif line not in notes:   # other metrics may have named it
-            notes.append(line)
-    arm.values[metric] = kept
+            continue
+        line = f"left out: {arm.label}, seed {seed} ({run.path}): {why}"
+        notes += [line] if line not in notes else []   # another metric may have named it
     return kept
 
 

@@ -156,8 +156,12 @@ def locked(path, wait=False):
             except OSError as err:
                 why = f"{lock} cannot be locked ({err.strerror})"
                 raise UserError(f"{why}; name an --out on a file system that has locks") from None
+            try:
+                ours = os.path.samestat(os.fstat(f.fileno()), os.stat(lock))
+            except FileNotFoundError:
+                ours = False
             # its owner removed it between our open and our lock: another may hold a new one
-            if not lock.exists() or not os.path.samestat(os.fstat(f.fileno()), lock.stat()):
+            if not ours:
                 continue
             # a process that was killed while it wrote left these
             for left in lock.parent.glob(f".{glob.escape(Path(path).stem)}.*.tmp"):
@@ -226,8 +230,8 @@ class Run:
     show: draw a progress bar, or print ten lines where there is no terminal.
 
     On entering: rank, world, device, dtype, autocast, store, name, changed, and `record`, which is
-    None unless --resume found the run finished. Later: step (steps done), curve, train_s, and
-    status: running, then finished, diverged or stopped.
+    None unless --resume found the run finished. Later: step (steps done), curve, train_s,
+    asked_to_stop (truthy after a signal), and status: running, then finished, diverged or stopped.
     """
 
     def __init__(self, script, config, base, size, idle=(), store=None, show=True):
@@ -256,7 +260,6 @@ class Run:
                 self.record = self._claim()
             if self.world > 1 and self._anyone(self.record is not None):
                 self.record = self.record or {"status": "finished elsewhere"}
-            # of the sources as loaded, not as they are when a long run ends
             self.env = {**common.env_record(self.device), "ranks": self.world}
             self._stack = stack.pop_all()   # a refusal above gives everything back
         return self
@@ -336,7 +339,7 @@ class Run:
         """Yield the numbers of the steps to do; between two of them save, stop, or end."""
         steps, every = self.config.steps, self.config.save_every
         with ExitStack() as stack:
-            self._asked_to_stop = stack.enter_context(stop_requests())
+            self.asked_to_stop = stack.enter_context(stop_requests())
             hidden = None if self.rank == 0 and self.show else True
             bar = tqdm(total=steps, initial=self.step, unit="step", disable=hidden)
             self._bar = stack.enter_context(bar)
@@ -363,7 +366,7 @@ class Run:
 
     def log(self, loss):
         """Take this rank's mean loss (nats) of the step that ends: curve, clock, progress."""
-        said = [loss, float(bool(self._asked_to_stop))]
+        said = [loss, float(bool(self.asked_to_stop))]
         if self.world > 1:   # ranks agree on the loss, and on stopping
             sums = torch.tensor(said, dtype=torch.float64, device=self.device)
             common.all_sum([sums], self.world)

@@ -27,11 +27,11 @@ arm has (12 for 12_oe_joint); arm@d8 or arm@w256 keeps one group.
 Exit code 0: everything was used; 1: printed, but a file was skipped or a requested contrast has no
 pair; 2: refused, one line says why.
 """
-import dataclasses
 import difflib
 import math
 import re
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -39,17 +39,21 @@ from typing import Optional
 import report
 from common import (UserError, add_flags, atomic_path, check_bounds, cli, flag, make_parser,
                     published)
-from records import (Batch, Group, batch_of, changed_sources, clean, default_metrics, expand,
+from records import (Batch, batch_of, changed_sources, clean, default_metrics, expand,
                      known_metrics, make_arms, number, read_all, show, usable, varying)
 from report import Row
 
 REFERENCES = ("00_dense_native", "modern", "native", "backprop", "baseline")
-TABLES = ("oe", "wm", "ablate")
 CAPACITY = 0.005   # relative difference in parameters above which a contrast is marked
 POWER = 0.8
 MOST_SEEDS = 10**6
 EDGE = "edge of bracket: extend before reading"
 FORMS = {"contrast": "A - B", "dod": "(A - B) - (C - D)", "ratio": "(A - B) / (C - D)"}
+ASKS = {"contrast": "difference of two arms, instead of the default contrasts; may be repeated",
+        "dod": "difference of two differences, over the seeds that all four arms have",
+        "ratio": "ratio of two mean differences; descriptive, without an interval"}
+# what pairs must agree in, where both runs say
+ALIKE = {"data_seed": "data order", "eval_tokens": "evaluation tokens"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Flags:
     ref: str = flag("", "reference arm (default: the native or modern arm present)")
     metric: str = flag("", "metrics, with commas (default: the one that most runs of a group have)")
     depth: Optional[int] = flag(None, "only runs of this depth")
-    alpha: float = flag(0.05, "1 - coverage of the intervals, between 0 and 1")
-    power: Optional[float] = flag(None, "add the seeds needed to detect this difference at 80 % power")
+    alpha: float = flag(0.05, "1 - coverage of the intervals, between 0 and 1", low=1e-6, high=0.999)
+    power: Optional[float] = flag(None, "add the seeds needed to detect this difference at 80 % power", low=1e-9)
     holm: bool = flag(False, "add p-values of the paired t-test, Holm-corrected over the contrasts shown")
     published: bool = flag(False, "add the published value of the same arm or contrast beside each row")
     mixed: bool = flag(False, "let a contrast cross sizes, budgets and corpora, marked 'mixed'")
@@ -135,28 +139,19 @@ def seeds_needed(delta, sd, alpha):
     """Smallest n with 80 % power to detect a mean of delta at this sd; None beyond a million."""
     if sd == 0:
         return 2
-    low, high = 1, 2
-    while power(high, delta / sd, alpha) < POWER:
-        low, high = high, high * 2
-        if high > MOST_SEEDS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if power(middle, delta / sd, alpha) >= POWER:
-            high = middle
-        else:
-            low = middle
-    return high
+
+    def reached(n):
+        return power(n, delta / sd, alpha) >= POWER
+    n = bisect_left(range(MOST_SEEDS + 1), True, lo=2, key=reached)
+    return n if n <= MOST_SEEDS else None
 
 
 def detectable(n, sd, alpha):
     """Smallest true mean that n pairs with this sd detect at 80 % power; None if beyond scipy."""
     low, high = 0.0, 1.0
-    reached = power(n, high, alpha)
-    while reached < POWER and high < 1e6:
+    while power(n, high, alpha) < POWER and high < 1e6:
         high *= 2
-        reached = power(n, high, alpha)
-    if math.isnan(reached) or reached < POWER:
+    if not power(n, high, alpha) >= POWER:   # NaN too
         return None
     for _ in range(60):
         middle = (low + high) / 2
@@ -209,31 +204,29 @@ def with_diverged(arm, metric):
 
 def mark_brackets(arms, metric):
     """Mark the best arm of every bracket (settings that differ in one rate) at its edge."""
-    rates = {k for arm in arms for k in arm.setting if "lr" in k or "learning_rate" in k}
-    for key in sorted(rates):
+    for key in sorted({k for arm in arms for k in arm.setting if "lr" in k}):
         brackets = {}
         for arm in arms:
+            rest = sorted((k, show(v)) for k, v in arm.setting.items() if k != key)
+            family = next((p.family for p in arm.printed.values()), "")
+            bracket = brackets.setdefault((arm.script, family, *rest), [])
             rate = number(arm.config.get(key))
-            if rate is not None:
-                rest = sorted((k, show(v)) for k, v in arm.setting.items() if k != key)
-                family = next((p.family for p in arm.printed.values()), "")
-                bracket = brackets.setdefault((arm.group, arm.script, family, *rest), {})
-                bracket.setdefault(rate, []).append(arm)
+            bracket += [] if rate is None else [(rate, arm)]
         for bracket in brackets.values():
-            points = {rate: bracket_values(found, metric) for rate, found in bracket.items()}
-            for arm in bracket.get(edge_of(points), ()):
-                arm.marks.append((metric, f"{key}: {EDGE}"))
+            points = {}
+            for rate, arm in bracket:
+                points.setdefault(rate, {}).update(bracket_values(arm, metric))
+            best = edge_of(points)
+            for rate, arm in bracket:
+                arm.marks += [(metric, f"{key}: {EDGE}")] if rate == best else []
 
 
-def bracket_values(arms, metric):
-    """{seed: value} of the arms at one rate; a printed mean stands for seeds that are not named."""
-    values = {}
-    for arm in arms:
-        values |= with_diverged(arm, metric)
-        printed = arm.printed.get(metric)
-        if not arm.runs and printed and printed.mean is not None:
-            values["printed"] = printed.mean
-    return values
+def bracket_values(arm, metric):
+    """{seed: value} of an arm; a printed mean stands for seeds that are not named."""
+    printed = arm.printed.get(metric)
+    if not arm.runs and printed and printed.mean is not None:
+        return {"printed": printed.mean}
+    return with_diverged(arm, metric)
 
 
 def arm_row(arm, metric):
@@ -243,121 +236,7 @@ def arm_row(arm, metric):
     return Row("arm", arm.label, metric, arm.group, arm.script, n=len(values),
                mean=mean(values) if values else None, sd=deviation(values), per_seed=per_seed,
                params=arm.params, printed=report.printed_text(printed) if printed else None,
-               marks=[text for m, text in arm.marks if m == metric], terms=((1, arm),))
-
-
-# ---- names ----
-
-def matches(name, arms, names):
-    """The arms a name means: a label, an arm's own name, a paper's short name, a leading number."""
-    own, aliased = [arm for arm in arms if arm.own], names.get(name, ())
-    ways = ([arm for arm in arms if arm.label == name],
-            [arm for arm in own if arm.base == name],
-            [arm for arm in own if arm.base in aliased],
-            [arm for arm in own if name and leading_number(arm.base) == name])
-    return next((found for found in ways if found), [])
-
-
-def leading_number(base):
-    """The 12 of 12_oe_joint, the 02m of 02m_dense_masked_qk; "" for other names."""
-    found = re.match(r"(\d+[a-z]*)_", base)
-    return found[1] if found else ""
-
-
-def words(group):
-    """The words that may follow an @ to choose a group."""
-    return str(group).replace(",", "").split()
-
-
-def pick(name, arms, names):
-    """The one arm a name means, None when it fits none; UserError when it fits several.
-
-    'arm@d8' keeps the groups that have this word.
-    """
-    start, _, word = name.rpartition("@")
-    if start and word and not any(name in (arm.label, arm.base) for arm in arms):
-        arms, name = [arm for arm in arms if word in words(arm.group)], start
-    found = matches(name, arms, names)
-    if len(found) > 1:
-        several = len({arm.group for arm in found}) > 1
-        listed = [f"{a.label} ({a.group})" if several else a.label for a in found[:8]]
-        listed += ["..."] if len(found) > 8 else []
-        how = "write more of the name" + (", or arm@d8 for one size" if several else "")
-        raise UserError(f"'{clean(name)}' may mean {', '.join(listed)}; {how}")
-    return found[0] if found else None
-
-
-def near(name, arms, names):
-    """What the user may have meant, as the end of an error message."""
-    known = list(dict.fromkeys([arm.label for arm in arms] + list(names)))
-    found = [k for k in known if name and k.rpartition("/")[2].startswith(name)][:3]
-    found += difflib.get_close_matches(name, known, 3, 0.5)
-    found = list(dict.fromkeys(found))[:4]
-    return (f"; near: {', '.join(found)}" if found else "") + "; --list shows the names"
-
-
-def cut(text, sep):
-    """Every (left, right) around an occurrence of sep: arm names may hold the separator too."""
-    places = [m.span() for m in re.finditer(re.escape(sep), text)]
-    return [(text[:start].strip(), text[end:].strip()) for start, end in places]
-
-
-def readings(kind, text):
-    """Every way to read a request as ((sign, name), ...). UserError when it has another form."""
-    text, found = " ".join(text.replace("−", "-").split()), []
-    if kind == "contrast":
-        found = [((1, a), (-1, b)) for a, b in cut(text, " - ")]
-    elif text.startswith("(") and text.endswith(")"):
-        for left, right in cut(text, ") - (" if kind == "dod" else ") / ("):
-            for a, b in cut(left[1:], " - "):
-                for c, d in cut(right[:-1], " - "):
-                    found.append(((1, a), (-1, b), (-1, c), (1, d)))
-    if not found:
-        how = "with spaces around the signs; --list shows the names"
-        raise UserError(f"--{kind} '{clean(text)}': write \"{FORMS[kind]}\", {how}")
-    return found
-
-
-def locate(found, arms, names):
-    """((sign, Arm), ...) of the first reading all of whose names exist, or None."""
-    for reading in found:
-        terms = [(sign, pick(name, arms, names)) for sign, name in reading]
-        if all(arm is not None for _, arm in terms):
-            return tuple(terms)
-    return None
-
-
-def request(kind, text, arms, names, mixed):
-    """[item] of one --contrast, --dod or --ratio: one for every group that has all its arms."""
-    found, said = readings(kind, text), f"--{kind} '{clean(text)}'"
-
-    def exists(name):
-        return matches(name, arms, names) or matches(name.rpartition("@")[0], arms, names)
-    known = [reading for reading in found if all(exists(name) for _, name in reading)]
-    if not known:
-        unknown = next(name for _, name in found[0] if not exists(name))
-        raise UserError(f"{said}: no arm '{clean(unknown)}'{near(unknown, arms, names)}")
-    hits = [locate(known, inside, names) for inside in groups_of(arms).values()]
-    hits = [terms for terms in hits if terms]
-    crossing = None if hits else locate(known, arms, names)
-    if crossing and not mixed:
-        where = "; ".join(dict.fromkeys(f"{arm.label} is in {arm.group}" for _, arm in crossing))
-        raise UserError(f"{said} crosses groups ({where}); --mixed compares them anyway")
-    if not hits and not crossing:
-        raise UserError(f"{said}: no group has these arms; --list shows the names")
-    hits = hits or [crossing]
-    for terms in hits:
-        named = [arm for _, arm in terms]
-        with_itself = any(a is b for a, b in zip(named[::2], named[1::2]))
-        if with_itself or named[:2] == named[2:]:
-            raise UserError(f"{said} compares an arm with itself; name two arms")
-    return [{"kind": kind, "name": name_of(kind, terms), "terms": terms} for terms in hits]
-
-
-def name_of(kind, terms):
-    """A request in the whole names of its arms."""
-    labels = dict(zip("ABCD", (arm.label for _, arm in terms)))
-    return re.sub("[A-D]", lambda letter: labels[letter[0]], FORMS[kind])
+               marks=[text for m, text in arm.marks if m == metric], terms=(arm,))
 
 
 def groups_of(arms):
@@ -368,20 +247,90 @@ def groups_of(arms):
     return groups
 
 
+# ---- names ----
+
+def named(name, arms, names):
+    """The arms a name means: a label, an arm's own name, a paper's short name, a leading number.
+
+    'arm@d8' keeps the groups that have this word.
+    """
+    start, _, word = name.rpartition("@")
+    if start and not any(name in (arm.label, arm.base) for arm in arms):
+        arms = [arm for arm in arms if word in str(arm.group).replace(",", "").split()]
+        name = start
+    own, is_number = [arm for arm in arms if arm.own], re.fullmatch(r"\d+[a-z]*", name)
+    ways = ([arm for arm in arms if arm.label == name],
+            [arm for arm in own if arm.base == name],
+            [arm for arm in own if arm.base in names.get(name, ())],
+            [arm for arm in own if is_number and arm.base.startswith(f"{name}_")])
+    return next(filter(None, ways), [])
+
+
+def pick(name, arms, names):
+    """The one arm a name means, None when it fits none; UserError when it fits several."""
+    found = named(name, arms, names)
+    if len(found) > 1:
+        listed = ", ".join(dict.fromkeys(arm.label for arm in found[:8]))
+        how = "write more of the name, or arm@d8 for one size"
+        raise UserError(f"'{clean(name)}' may mean {listed}; {how}")
+    return found[0] if found else None
+
+
+def near(name, arms, names):
+    """What the user may have meant, as the end of an error message."""
+    known = list(dict.fromkeys([arm.label for arm in arms] + list(names)))
+    found = [k for k in known if k.rpartition("/")[2].startswith(name)][:3]
+    found += difflib.get_close_matches(name, known, 3, 0.5)
+    found = list(dict.fromkeys(found))[:4]
+    return (f"; near: {', '.join(found)}" if found else "") + "; --list shows the names"
+
+
+def request(kind, text, arms, names, mixed):
+    """[item] of one --contrast, --dod or --ratio: one for every group that has all its arms."""
+    said, form = f"--{kind} '{clean(text)}'", re.sub("[A-D]", "(.+)", re.escape(FORMS[kind]))
+    asked = re.fullmatch(form, " ".join(text.replace("−", "-").split()))
+    if not asked:
+        how = "with spaces around the signs; --list shows the names"
+        raise UserError(f"{said}: write \"{FORMS[kind]}\", {how}")
+    for name in asked.groups():
+        if not named(name, arms, names):
+            raise UserError(f"{said}: no arm '{clean(name)}'{near(name, arms, names)}")
+
+    def located(arms):
+        return tuple(pick(name, arms, names) for name in asked.groups())
+    hits = [located(inside) for inside in groups_of(arms).values()]
+    hits = [terms for terms in hits if None not in terms] or [located(arms)]
+    where = dict.fromkeys(f"{arm.label} is in {arm.group}" for arm in hits[0])
+    if len({arm.group for arm in hits[0]}) > 1 and not mixed:
+        raise UserError(f"{said} crosses groups ({'; '.join(where)}); --mixed compares them anyway")
+    for a, b, *rest in hits:
+        if a is b or rest and (rest[0] is rest[1] or rest == [a, b]):
+            raise UserError(f"{said} compares an arm with itself; name two arms")
+    return [item_of(kind, terms) for terms in hits]
+
+
+def item_of(kind, terms):
+    """A contrast of these arms, in their whole names."""
+    labels = dict(zip("ABCD", (arm.label for arm in terms)))
+    name = re.sub("[A-D]", lambda letter: labels[letter[0]], FORMS[kind])
+    return {"kind": kind, "name": name, "terms": terms}
+
+
 def as_list(arms, names):
     """The arms of every group with the short names that pick them."""
     lines = []
     for group, inside in groups_of(arms).items():
         table = []
         for arm in inside:
-            tries = [n for n in names if arm.base in names[n]] + [leading_number(arm.base)]
-            short = [n for n in dict.fromkeys(tries) if matches(n, inside, names) == [arm]]
+            tries = [*(n for n in names if arm.base in names[n]), arm.base.partition("_")[0]]
+            short = [n for n in dict.fromkeys(tries)
+                     if n != arm.label and named(n, inside, names) == [arm]]
             seeds = " ".join(map(str, sorted(arm.runs)))
             metrics = [m for run in arm.runs.values() for m in run.metrics] or arm.printed
             table.append([arm.label, ", ".join(short[:3]) or "-", seeds or "-",
                           ", ".join(dict.fromkeys(metrics))])
-        headers = ["arm", "short names", "seeds", "metrics"]
-        lines += [str(group), report.as_text(headers, table), ""]
+        table = report.as_text(["arm", "short names", "seeds", "metrics"], table)
+        lines += [str(group), table, ""]
     return "\n".join(lines)
 
 
@@ -389,63 +338,53 @@ def as_list(arms, names):
 
 def paired(terms, metric, mixed, notes):
     """({seed: [value of each term]}, [why seeds are left out], was something mixed?)."""
-    values = [usable(arm, metric, notes) for _, arm in terms]
-    pairs, reasons, mixes = {}, [], len({arm.group for _, arm in terms}) > 1
+    values = [usable(arm, metric, notes) for arm in terms]
+    pairs, reasons, mixes = {}, [], len({arm.group for arm in terms}) > 1
     for seed in sorted(set().union(*values)):
-        lacking = [arm.label for v, (_, arm) in zip(values, terms) if seed not in v]
+        lacking = [arm.label for arm, v in zip(terms, values) if seed not in v]
         if lacking:
             where = ", ".join(dict.fromkeys(lacking))
             reasons.append(f"seed {seed} unpaired (not in {where})")
             continue
-        said = [arm.runs[seed].alike for _, arm in terms]
-        clash = [k for k in said[0] if len({s.get(k) for s in said} - {None}) > 1]
+        said = {word: [arm.runs[seed].config.get(k) for arm in terms] for k, word in ALIKE.items()}
+        clash = [word for word, told in said.items() if len({*told} - {None}) > 1]
         if clash and not mixed:
-            told = [f"{k} {', '.join(show(s.get(k)) for s in said)}" for k in clash]
-            reasons.append(f"seed {seed}: mixed {'; '.join(told)} (--mixed pairs them)")
+            told = "; ".join(f"{word} {', '.join(map(show, said[word]))}" for word in clash)
+            reasons.append(f"seed {seed}: mixed {told} (--mixed pairs them)")
             continue
         mixes |= bool(clash)
         pairs[seed] = [v[seed] for v in values]
     return pairs, reasons, mixes
 
 
-def verdict(terms, metric, pairs):
+def verdict(a, b, metric, pairs):
     """Are the ranges of two arms disjoint, diverged seeds included? None if unknown."""
-    if len(terms) != 2:
+    if a.runs or b.runs:
+        ours, theirs = with_diverged(a, metric), with_diverged(b, metric)
+        seeds = [s for s in ours if s in theirs and (s in pairs or s in a.diverged | b.diverged)]
+        return separated([ours[s] for s in seeds], [theirs[s] for s in seeds])
+    if metric not in a.printed or metric not in b.printed:
         return None
-    a, b = (arm for _, arm in terms)
-    if not (a.runs or b.runs):
-        return printed_verdict(a.printed.get(metric), b.printed.get(metric))
-    ours, theirs = with_diverged(a, metric), with_diverged(b, metric)
-    seeds = [s for s in ours if s in theirs and (s in pairs or s in a.diverged | b.diverged)]
-    return separated([ours[s] for s in seeds], [theirs[s] for s in seeds])
-
-
-def printed_verdict(a, b):
-    """Are two printed ranges disjoint, as far as their ends are known?"""
-    if a is None or b is None:
-        return None
-
-    def below(high, low):
-        return None if high is None or low is None else high < low
-    answers = [below(a.high, b.low), below(b.high, a.low)]
-    if True in answers:
+    a, b = a.printed[metric], b.printed[metric]
+    known = [ends for ends in ((a.high, b.low), (b.high, a.low)) if None not in ends]
+    if any(high < low for high, low in known):
         return True
-    return None if None in answers else False
+    return False if len(known) == 2 else None
 
 
 def contrast_row(item, metric, args, notes):
     """The Row of one contrast, difference of differences or ratio in one metric."""
-    terms, first = item["terms"], item["terms"][0][1]
+    terms = item["terms"]
     pairs, reasons, mixes = paired(terms, metric, args.mixed, notes)
-    row = Row(item["kind"], item["name"], metric, first.group, first.script, terms=terms,
-              table=item.get("table"), row=item.get("row"), label=item.get("label"),
-              separated=verdict(terms, metric, pairs), n=len(pairs),
+    said = {key: item.get(key) for key in ("kind", "name", "terms", "table", "row", "label")}
+    row = Row(**said, metric=metric, group=terms[0].group, script=terms[0].script, n=len(pairs),
               marks=["mixed"] if mixes else [])
-    sizes = [(a.params, b.params) for (_, a), (_, b) in zip(terms[::2], terms[1::2])]
-    if any(differ_in_size(a, b) for a, b in sizes):
+    if len(terms) == 2:
+        row.separated = verdict(*terms, metric, pairs)
+    if any(differ_in_size(a.params, b.params) for a, b in zip(terms[::2], terms[1::2])):
         row.marks.append("capacity")
-    edges = [f"{arm.label}: {text}" for _, arm in terms for m, text in arm.marks if m == metric]
-    row.marks += dict.fromkeys(edges)
+    edges = [(arm.label, text) for arm in terms for m, text in arm.marks if m == metric]
+    row.marks += [f"{label}: {text}" for label, text in dict.fromkeys(edges)]
     if reasons:
         row.marks.append("seeds left out")
         notes.append(f"left out of {row.name} ({row.group}): {'; '.join(reasons)}")
@@ -455,92 +394,89 @@ def contrast_row(item, metric, args, notes):
 
 def fill_ratio(row, pairs, args):
     """Put the ratio of two mean differences into a row."""
-    tops = {seed: v[0] - v[1] for seed, v in pairs.items()}
-    bottoms = {seed: v[2] - v[3] for seed, v in pairs.items()}
-    row.per_seed = {s: tops[s] / bottoms[s] if bottoms[s] else None for s in pairs}
-    if pairs and mean(list(bottoms.values())):
-        row.mean = mean(list(tops.values())) / mean(list(bottoms.values()))
-    ends = interval(list(bottoms.values()), args.alpha)
+    tops = [a - b for a, b, *_ in pairs.values()]
+    bottoms = [c - d for *_, c, d in pairs.values()]
+    row.per_seed = {s: x / y if y else None for s, x, y in zip(pairs, tops, bottoms)}
+    if pairs and mean(bottoms):
+        row.mean = mean(tops) / mean(bottoms)
+    ends = interval(bottoms, args.alpha)
     if ends is None or ends[0] <= 0 <= ends[1]:
         row.marks.append("denominator not separated from 0")
 
 
 def fill_difference(row, pairs, args):
     """Put the paired differences into a row, or without runs that of the printed means."""
-    signs = [sign for sign, _ in row.terms]
-    for seed, values in pairs.items():
-        row.per_seed[seed] = math.fsum(sign * v for sign, v in zip(signs, values))
+    row.per_seed = {seed: signed_sum(values) for seed, values in pairs.items()}
     deltas = list(row.per_seed.values())
     if deltas:
         row.mean, row.sd = mean(deltas), deviation(deltas)
         row.ci, row.ci95 = interval(deltas, args.alpha), interval(deltas, 0.05)
         row.improved = sum(d < 0 for d in deltas)
-        if row.sd == 0:
-            row.marks.append("sd 0: are the runs copies?")
+        row.marks += ["sd 0: are the runs copies?"] if row.sd == 0 else []
         return
-    printed = [arm.printed.get(row.metric) for _, arm in row.terms]
-    known = all(p is not None and p.mean is not None for p in printed)
-    if known and not all(arm.runs for _, arm in row.terms):
-        row.mean = math.fsum(sign * p.mean for sign, p in zip(signs, printed))
+    printed = [arm.printed[row.metric].mean for arm in row.terms if row.metric in arm.printed]
+    known = len(printed) == len(row.terms) and None not in printed
+    if known and not all(arm.runs for arm in row.terms):
+        row.mean = signed_sum(printed)
         row.marks.append("unpaired: printed means")
+
+
+def signed_sum(values):
+    """A - B, or (A - B) - (C - D), rounded once."""
+    return math.fsum(sign * v for sign, v in zip(report.SIGNS, values))
 
 
 def add_planning(rows, args):
     """Add what --power and --holm ask for to the rows of contrasts."""
-    rows = [row for row in rows if row.kind != "ratio"]
-    for row in rows:
-        if args.power is not None and row.sd is not None:
-            row.seeds_needed = seeds_needed(args.power, row.sd, args.alpha)
-            row.detectable = detectable(row.n, row.sd, args.alpha)
-        if args.holm:
-            row.p = p_value(list(row.per_seed.values()))
-    for row, p in zip(rows, holm([row.p for row in rows])):
-        row.p_holm = p
+    rows = [row for row in rows if row.sd is not None]
+    for row in rows if args.power is not None else ():
+        row.seeds_needed = seeds_needed(args.power, row.sd, args.alpha)
+        row.detectable = detectable(row.n, row.sd, args.alpha)
+    ps = [p_value(list(row.per_seed.values())) for row in rows] if args.holm else ()
+    for row, p, corrected in zip(rows, ps, holm(ps)):
+        row.p, row.p_holm = p, corrected
 
 
 def note_sources(items, notes):
     """One note when runs that are compared were computed by different code."""
-    files, touched = {}, []
+    touched = {}
     for item in items:
-        runs = [run for _, arm in item["terms"] for run in arm.runs.values()]
-        found = changed_sources(runs)
-        files |= dict.fromkeys(found)
-        touched += [item["name"]] if found else []
+        found = changed_sources([run for arm in item["terms"] for run in arm.runs.values()])
+        touched |= {item["name"]: found} if found else {}
     if touched:
-        which = touched[0] + (f" and {len(touched) - 1} more" if len(touched) > 1 else "")
-        notes.append(f"not the same code: {', '.join(sorted(files))} changed between the runs of "
-                     f"{which} (env.sources of the records)")
+        files = ", ".join(sorted(set().union(*touched.values())))
+        more = f" and {len(touched) - 1} more" if len(touched) > 1 else ""
+        notes.append(f"not the same code: {files} changed between the runs of "
+                     f"{next(iter(touched))}{more} (env.sources of the records)")
 
 
 # ---- the contrasts shown when none is asked for ----
 
 def default_items(batch, arms, args, notes):
     """Those a paper prints for its own arms, else every arm against the reference."""
+    if args.ref and not named(args.ref, arms, batch.names):
+        raise UserError(f"--ref {args.ref}: no such arm{near(args.ref, arms, batch.names)}")
     items = [] if args.ref else planned_items(batch.plan, arms, args.mixed, notes)
-    planned, known = {item["source"] for item in items}, False
+    planned = {item["source"] for item in items}
     for group, inside in groups_of(arms).items():
         if group.table in planned:
             continue
         ref = pick(args.ref, inside, batch.names) if args.ref else reference(inside, notes)
         if ref is None:
             notes.append(f"no arm {args.ref} in {group}: no contrasts there")
-            continue
-        known = True
-        items += against(ref, inside, bool(args.ref))
-    if args.ref and not known:
-        raise UserError(f"--ref {args.ref}: no such arm{near(args.ref, arms, batch.names)}")
+        else:
+            items += against(ref, inside, bool(args.ref))
     return items
 
 
 def reference(arms, notes):
     """The reference arm of a group, the project's own before a copy's. A guess is announced."""
-    live = [arm for arm in arms if arm.runs or arm.printed]
-    live.sort(key=lambda arm: not arm.own)
-    exact = [arm for name in REFERENCES for arm in live if arm.base == name]
-    words = [arm for name in REFERENCES for arm in live
+    arms = sorted(arms, key=lambda arm: not arm.own)
+    exact = [arm for name in REFERENCES for arm in arms if arm.base == name]
+    words = [arm for name in REFERENCES for arm in arms
              if name in re.split(r"[^a-z]+", arm.base.lower())]
-    first = (exact or words or live)[0]
-    same = [arm for arm in live if (arm.base, arm.script) == (first.base, first.script)]
+    first = (exact or words or arms)[0]
+    same = [arm for arm in arms if (arm.base, arm.script) == (first.base, first.script)]
     best = max(same, key=lambda arm: len(arm.runs))
     if len(arms) > 1 and not exact:
         why = "by its name" if words else "first by name"
@@ -553,10 +489,9 @@ def reference(arms, notes):
 
 def against(ref, arms, asked):
     """[item]: every arm against the reference, a copy's arm also against the arm it copies."""
-    refs = [ref]
+    refs, items = [ref], []
     if not asked:
         refs += [a for a in arms if (a.base, a.script) == (ref.base, ref.script) and a is not ref]
-    items = []
     for arm in arms:
         if arm is ref:
             continue
@@ -564,9 +499,7 @@ def against(ref, arms, asked):
         origins = [a for a in arms if a.own and a.base == arm.base]
         if not (asked or arm.own) and origins:
             others.append(nearest(arm, origins))
-        for other in dict.fromkeys(others):
-            terms = ((1, arm), (-1, other))
-            items.append({"kind": "contrast", "name": name_of("contrast", terms), "terms": terms})
+        items += [item_of("contrast", (arm, other)) for other in dict.fromkeys(others)]
     return items
 
 
@@ -576,28 +509,23 @@ def nearest(arm, refs):
 
 
 def sides(bases, arms):
-    """((sign, Arm), ...) for ((sign, arm's name), ...); None unless each is exactly one arm."""
-    found = [(sign, [arm for arm in arms if arm.base == base]) for sign, base in bases]
-    if any(len(named) != 1 for _, named in found):
-        return None
-    return tuple((sign, named[0]) for sign, named in found)
+    """The arms of these names, as a tuple; None unless each is exactly one arm."""
+    found = [[arm for arm in arms if arm.base == base] for base in bases]
+    return tuple(arm for arm, in found) if all(len(f) == 1 for f in found) else None
 
 
 def planned_items(plan, arms, mixed, notes):
     """[item] of the contrasts that a paper prints and whose arms are among these."""
     items = []
     for item in plan:
-        close = [arm for arm in arms if arm.group.table == item["source"]]
-        close = [arm for arm in close if item["depth"] in (None, arm.group.depth)]
+        close = [arm for arm in arms if arm.group.table == item["source"]
+                 and item["depth"] in (None, arm.group.depth)]
         terms = sides(item["terms"], close)
-        if terms is None:
-            continue
-        if len({arm.group for _, arm in terms}) > 1 and not mixed:
+        if terms and len({arm.group for arm in terms}) > 1 and not mixed:
             how = "its arms differ in size or budget; --mixed compares them anyway"
             notes.append(f"left out: {item['label']}: {how}")
-            continue
-        kind = "contrast" if len(terms) == 2 else "dod"
-        items.append({**item, "kind": kind, "terms": terms})
+        elif terms:
+            items.append({**item, "kind": "contrast" if len(terms) == 2 else "dod", "terms": terms})
     return items
 
 
@@ -606,36 +534,33 @@ def planned_items(plan, arms, mixed, notes):
 def add_published(rows, args):
     """Give rows the published value of the same arm or contrast in the same metric."""
     batch = Batch()
-    for name in TABLES:
+    for name in ("oe", "wm", "ablate"):
         batch.add(batch_of(f"{name}.json", published(name)))
     arms = make_arms(batch, [])
     items = planned_items(batch.plan, arms, True, [])
     for row in rows:
-        bases = [(sign, arm.base) for sign, arm in row.terms]
-        if not all(arm.own for _, arm in row.terms):
-            continue   # a copy's arm is no published one, whatever its name
-        if row.kind == "arm" and not row.group.table:
-            found = [(arm.group, report.printed_text(arm.printed[row.metric])) for arm in arms
-                     if arm.base == bases[0][1] and row.metric in arm.printed]
-        elif row.kind in ("contrast", "dod"):
-            same = [item for item in items if row.metric in item["printed"]
-                    and [(sign, arm.base) for sign, arm in item["terms"]] == bases]
-            found = [(item["terms"][0][1].group, report.printed_contrast(item, row.metric))
-                     for item in same]
-            found = [f for f in found if f[1]] or recomputed(row, bases, arms, args)
-        else:
-            continue
-        row.published = beside(row.group, found)
+        # a copy's arm is no published one, whatever its name
+        if row.kind != "ratio" and all(arm.own for arm in row.terms):
+            row.published = beside(row, arms, items, args)
 
 
-def beside(group, found):
-    """Published texts [(group, text)] as one: those of the same depth, else all, labelled."""
-    same = [text for where, text in found if where.depth == group.depth]
-    labelled = []
-    for where, text in found:
-        short = f"d{where.depth}" if where.depth else where.table.partition(" ")[2]
-        labelled.append(f"{short}: {text}" if short else text)
-    return "; ".join(dict.fromkeys(same or labelled)) or None
+def beside(row, arms, items, args):
+    """The published texts of a row: those of the same depth, else all, labelled. None: none."""
+    bases, found = [arm.base for arm in row.terms], []
+    if row.kind != "arm":
+        for item in items:
+            if row.metric in item["printed"] and [arm.base for arm in item["terms"]] == bases:
+                text = report.printed_contrast(item, row.metric)
+                found += [(item["terms"][0].group, text)] if text else []
+        found = found or recomputed(row, bases, arms, args)
+    elif not row.group.table:
+        found = [(arm.group, report.printed_text(arm.printed[row.metric])) for arm in arms
+                 if arm.base == bases[0] and row.metric in arm.printed]
+    texts = [text for group, text in found if group.depth == row.group.depth]
+    if not texts:
+        places = [f"d{g.depth}" if g.depth else g.table.partition(" ")[2] for g, _ in found]
+        texts = [f"{place}: {text}" if place else text for place, (_, text) in zip(places, found)]
+    return "; ".join(dict.fromkeys(texts)) or None
 
 
 def recomputed(row, bases, arms, args):
@@ -643,13 +568,11 @@ def recomputed(row, bases, arms, args):
     found = []
     for group, inside in groups_of(arms).items():
         terms = sides(bases, [arm for arm in inside if arm.runs])
-        if terms is None:
-            continue
-        item = {"kind": row.kind, "name": row.name, "terms": terms}
-        r = contrast_row(item, row.metric, args, [])
-        if r.mean is not None:
+        if terms:
+            r = contrast_row(item_of(row.kind, terms), row.metric, args, [])
             numbers = f"{report.text_of(r.mean)} ± {report.text_of(r.sd)}"
-            found.append((group, f"{numbers} {report.interval_text(r)} (from its seeds)"))
+            text = f"{numbers} {report.interval_text(r)} (from its seeds)"
+            found += [(group, text)] if r.n else []
     return found
 
 
@@ -660,36 +583,22 @@ def parse(argv):
     parser = make_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE",
                         help="result JSON files, folders of them, published/*.json")
-    meanings = {
-        "contrast": "difference of two arms, instead of the default contrasts; may be repeated",
-        "dod": "difference of two differences, over the seeds that all four arms have",
-        "ratio": "ratio of two mean differences; descriptive, without an interval"}
-    for kind, meaning in meanings.items():
+    for kind, meaning in ASKS.items():
         parser.add_argument(f"--{kind}", action="append", metavar=f'"{FORMS[kind]}"', help=meaning)
     add_flags(parser, Flags)
     given = vars(parser.parse_args(argv))
     files = given.pop("files")
     asked = [(kind, text) for kind in FORMS for text in given.pop(kind, [])]
     args = Flags(**given)
-    check_flags(args, asked)
-    return args, files, asked
-
-
-def check_flags(args, asked):
-    """UserError for values and combinations that make no sense."""
     check_bounds(args)
-    if not 0 < args.alpha < 1:
-        raise UserError(f"--alpha {args.alpha:g}: give a number between 0 and 1, such as 0.05")
-    if args.power is not None and args.power <= 0:
-        how = "give the difference to detect, a positive number"
-        raise UserError(f"--power {args.power:g}: {how}")
-    if sum((args.csv, args.markdown, args.json)) > 1:
+    printed = args.csv + args.markdown + args.json
+    if printed > 1:
         raise UserError("--csv, --markdown and --json all print to the terminal; choose one")
-    others = args.csv or args.markdown or args.json or args.plot or args.html or asked
-    if args.list and others:
+    if args.list and (printed or args.plot or args.html or asked):
         raise UserError("--list prints names and nothing else; leave the other outputs away")
     if args.curves and not (args.plot or args.html):
         raise UserError("--curves draws into --plot or --html; name one of them")
+    return args, files, asked
 
 
 def check_outputs(args, paths):
@@ -698,46 +607,36 @@ def check_outputs(args, paths):
         raise UserError(f"--plot {args.plot}: name a .png, .svg or .pdf file")
     taken = {p.resolve(): "an input file" for p in paths}
     for name, value in (("--plot", args.plot), ("--html", args.html)):
-        if not value:
-            continue
         where = Path(value).resolve()
-        if where in taken or where.is_dir():
-            what = taken.get(where, "a folder")
-            raise UserError(f"{name} {value} is {what}; name another file")
+        if value and (where in taken or where.is_dir()):
+            raise UserError(f"{name} {value} is {taken.get(where, 'a folder')}; name another file")
         taken[where] = f"the file of {name}"
 
 
-def arms_of(batch, args, notes):
-    """The arms of --depth, or all of them. UserError when there are none."""
-    if args.depth is None:
-        return make_arms(batch, notes)
+def keep_depth(batch, depth):
+    """Leave only this depth in a batch. UserError when nothing has it."""
     depths = {x.group.depth for x in [*batch.runs, *batch.printed]} - {None}
-    if args.depth not in depths:
+    if depth not in depths:
         known = ", ".join(map(str, sorted(depths))) or "none"
-        raise UserError(f"--depth {args.depth}: no such runs; depths here: {known}")
-    runs, printed = ([x for x in xs if x.group.depth == args.depth]
-                     for xs in (batch.runs, batch.printed))
-    return make_arms(dataclasses.replace(batch, runs=runs, printed=printed), notes)
+        raise UserError(f"--depth {depth}: no such runs; depths here: {known}")
+    for found in (batch.runs, batch.printed):
+        found[:] = [x for x in found if x.group.depth == depth]
 
 
-def collect(batch, args, asked, notes):
-    """(arms, rows of arms, rows of contrasts) of what was read and asked for."""
-    arms = arms_of(batch, args, notes)
-    wanted = [m.strip() for m in args.metric.split(",") if m.strip()]
-    known = set(known_metrics(arms))
-    for metric in wanted:
-        if metric not in known:
-            have = ", ".join(sorted(map(clean, known))) or "none"
-            raise UserError(f"--metric {metric}: no run has it; these exist: {have}")
-    groups, metrics, arm_rows = groups_of(arms), {}, []
-    for group, inside in groups.items():
+def collect(batch, arms, args, asked, notes):
+    """(rows of arms, rows of contrasts) of what was read and asked for."""
+    wanted, known = re.findall(r"[^,\s]+", args.metric), set(known_metrics(arms))
+    for metric in set(wanted) - known:
+        have = ", ".join(sorted(map(clean, known))) or "none"
+        raise UserError(f"--metric {metric}: no run has it; these exist: {have}")
+    metrics, arm_rows, items = {}, [], []
+    for group, inside in groups_of(arms).items():
         metrics[group] = wanted or default_metrics(inside, batch.plan)
         for metric in metrics[group]:
             for arm in inside:
                 usable(arm, metric, notes)
             mark_brackets(inside, metric)
             arm_rows += [arm_row(arm, metric) for arm in inside]
-    items = []
     for kind, text in asked:
         items += request(kind, text, arms, batch.names, args.mixed)
     if not asked:
@@ -745,41 +644,40 @@ def collect(batch, args, asked, notes):
     note_sources(items, notes)
     rows = []
     for item in items:
-        shown = wanted or item.get("printed") or metrics[item["terms"][0][1].group]
+        shown = wanted or item.get("printed") or metrics[item["terms"][0].group]
         rows += [contrast_row(item, metric, args, notes) for metric in shown]
-    return arms, arm_rows, rows
+    return arm_rows, rows
 
 
 def draw(args, arms, rows, notes):
     """[(title, panels)] of the figures; UserError when there is nothing to draw."""
+    if not args.plot and not args.html:
+        return []
     figures = [("Contrasts", report.forest_panels(rows, args.alpha))]
     if args.curves:
         figures.append(("Loss curves", report.curve_panels(arms)))
         if not figures[1][1]:
             raise UserError("--curves: none of these files has a loss curve; leave it away")
     drawable = sum(row.kind != "ratio" and row.mean is not None for row in rows)
-    if (args.plot or args.html) and drawable > report.MOST_DRAWN:
+    if drawable > report.MOST_DRAWN:
         notes.append(f"the figure shows the first {report.MOST_DRAWN} of {drawable} contrasts; "
                      "choose with --contrast, --metric or --depth")
+    panels = [panel for _, some in figures for panel in some]
+    if args.plot and not panels:
+        raise UserError("--plot: there is no contrast to draw; name files with two arms")
     if args.plot:
-        panels = [panel for _, some in figures for panel in some]
-        if not panels:
-            why = "the printed notes say what was left out"
-            raise UserError(f"--plot: there is no contrast to draw; {why}")
         report.save_figure(args.plot, panels)
     return figures
 
 
-def show_results(args, arms, arm_rows, rows, notes, skipped, files):
+def show_results(args, arms, arm_rows, rows, notes, skipped):
     """Print and write everything that was asked for."""
     legend = report.legend_lines(args, rows)
     tables = report.sections(arm_rows + rows, args.alpha)
     figures = draw(args, arms, rows, notes)
     if args.html:
         title = "Paired contrasts: " + "; ".join(map(str, groups_of(arms)))
-        counts = f"{len(arms)} arms and {len(rows)} contrasts"
-        summary = f"{counts} from {files} file{'s' * (files > 1)}."
-        text = report.page(tables, figures, legend, skipped + notes, title, summary)
+        text = report.page(title, tables, figures, legend, skipped + notes)
         with atomic_path(args.html) as tmp:
             tmp.write_text(text, encoding="utf-8")
     if args.csv:
@@ -801,21 +699,22 @@ def main(argv=None):
     for line in skipped:
         print(line, file=sys.stderr)
     if not batch.runs and not batch.printed:
-        count = f"{len(paths)} file{'s' * (len(paths) > 1)}"
-        raise UserError(f"no result in {count}; name JSON files that a training script wrote")
+        raise UserError("no result in these files; name JSON files that a training script wrote")
+    if args.depth is not None:
+        keep_depth(batch, args.depth)
     notes = []
+    arms = make_arms(batch, notes)
     if args.list:
-        print(as_list(arms_of(batch, args, notes), batch.names))
+        print(as_list(arms, batch.names))
         return 1 if skipped else 0
-    arms, arm_rows, rows = collect(batch, args, asked, notes)
+    arm_rows, rows = collect(batch, arms, args, asked, notes)
     if not any(row.n or row.printed for row in arm_rows):
         print("\n".join(notes), file=sys.stderr)
         raise UserError("every run was left out (see the lines above); there is nothing to average")
-    if args.power is not None or args.holm:
-        add_planning(rows, args)
+    add_planning(rows, args)
     if args.published:
         add_published(arm_rows + rows, args)
-    show_results(args, arms, arm_rows, rows, notes, skipped, len(paths))
+    show_results(args, arms, arm_rows, rows, notes, skipped)
     return 1 if skipped or asked and any(row.mean is None for row in rows) else 0
 
 

@@ -8,9 +8,8 @@
     torchrun --nproc_per_node 2 train_wm.py --seed 46        the same run, its rows split
 
 A new arm: pass flags, add a row to ARMS, or copy this file and edit train(); the rule itself is in
-wm.py, its timing in wm_pipeline.py. Each run writes OUT/<run>.json and OUT/<run>.ckpt; <run> begins
-with the arm (a copy's with the copy's name), ends with the seed, and says between them what differs
-from the arm.
+wm.py, its timing in wm_pipeline.py. Each run writes OUT/<run>.json and OUT/<run>.ckpt; <run> is the
+arm, what differs from it, and the seed.
 """
 import dataclasses
 import json
@@ -23,27 +22,25 @@ import runs
 from batches import DEFAULT_STORE, BestFitBatches, evaluate_splits
 from common import UserError, flag
 from model import GPT, GPTConfig
-from wm import METHODS, Rule, set_rates
+from wm import METHODS, Rule, group_size, set_rates
 from wm_kernels import choose_impl
 from wm_pipeline import Pipeline, forward
 
 
 @dataclass(frozen=True)
 class Config(Rule):
-    """The rule's flags (wm.Rule) and the run's; the defaults are the co-designed arm at depth 6."""
-    arm: str = flag("", "named arm; its flags apply first (default: the one that the flags describe)", names=False)
+    """The rule's flags and the run's; the defaults are the co-designed arm at depth 6."""
+    arm: str = flag("", "named arm; its flags apply first (default: what the flags describe)", names=False)
     regime: str = flag("d6", "setting of the paper: d6, or native (8 layers, rows of 2048 tokens, 64 in a step)",
                        choices=("d6", "native"), names=False)
     depth: int = flag(6, "layers", low=1, high=1000)
     head_dim: int = flag(64, "channels of an attention head", low=2, high=4096)
-    width: int = flag(0, "channels of the residual stream (the paper: 256 to 768); 0: 64 x depth, in whole heads",
-                      low=0, high=2**20)
+    width: int = flag(0, "channels of the residual stream; 0: 64 x depth, in whole heads", low=0, high=2**20)
     window_pattern: str = flag("L", "per layer, repeated: L sees the whole row, S half of it (the paper's runs: L)")
     data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing", names=False)
     seq_len: int = flag(256, "tokens in a row", low=1, high=2**20)
     batch_size: int = flag(8, "rows of an optimizer step", low=1, high=2**30)
-    micro_batch: int = flag(0, "rows taken at once; 0: all. Streams and probes are counted within them, so it is part "
-                               "of what a run is", low=0, high=2**20)
+    micro_batch: int = flag(0, "rows taken at once, within which streams are counted; 0: all", low=0, high=2**20)
     steps: int = flag(360, "optimizer steps", low=1, high=10**9)
     seed: int = flag(46, "seed of the weights and probes", low=0, high=2**63 - 1, names=False)
     data_seed: int = flag(0, "seed of the data order", low=0, high=2**63 - 1)
@@ -54,8 +51,7 @@ class Config(Rule):
     threads: int = flag(0, "CPU threads; 0: torch's own choice", low=0, high=1024, names=False)
     out: str = flag("results", "folder of results and checkpoints", names=False)
     save_every: int = flag(100, "steps between checkpoints; 0: only after the last one", low=0, high=10**9, names=False)
-    resume: bool = flag(False, "continue the run's checkpoint, bit for bit; start anew where there is none",
-                        names=False)
+    resume: bool = flag(False, "continue the run's checkpoint, bit for bit; start anew where there is none", names=False)
     force: bool = flag(False, "overwrite an existing result or checkpoint", names=False)
 
 
@@ -70,46 +66,49 @@ REGIMES = {
 # (AdamW on hidden matrices: 0.001)
 PAPER20 = dict(wte_lr=0.004, ve_lr=0.004, lrm_min=1.0)
 HEAD = dict(lm_beta1=0.5, lm_eps=1e-8)
-ADAMW = dict(PAPER20, **HEAD, hidden_opt="adamw", hidden_lr=0.001)
+HIDDEN_ADAMW = dict(hidden_opt="adamw", hidden_lr=0.001)
+ADAMW = dict(PAPER20, **HEAD, **HIDDEN_ADAMW)
+TRACE = dict(ADAMW, clock="both_pre")
 CELLS = {"b05_eps1e8": HEAD, "b09_eps1e8": dict(lm_beta1=0.9, lm_eps=1e-8),
-         "b05_eps1e4": dict(lm_beta1=0.5, lm_eps=1e-4),
-         "b09_eps1e4": dict(lm_beta1=0.9, lm_eps=1e-4)}
+         "b05_eps1e4": dict(lm_beta1=0.5, lm_eps=1e-4), "b09_eps1e4": dict(lm_beta1=0.9, lm_eps=1e-4)}
 POOLS = {"entrywise": {}, "row_iso": dict(lm_pool="row_iso")}
+INSTALLS = {"pre": dict(PAPER20, clock="stage2_pre"), "strict_post": PAPER20}
+PRE = dict(INSTALLS["pre"], **HEAD)
 COUPLED = dict(active="qk", qk_probe="coupled")
 PLAIN_QK = dict(spherical=False, unit_rms_qk=False)
 WEAK_QK = dict(PLAIN_QK, q_lr=0.001, k_lr=0.001, k_beta=0.95)
 SAME_K = dict(k_lr=0.048, k_beta=0.95, gamma_k=0.0)
-TUNED_NP = dict(wte_lr=0.008, ve_lr=0.008, lrm_min=0.1)
+BP = dict(method="backprop")
+LNP = dict(method="sr_lnp", wte_lr=0.008, ve_lr=0.008, lrm_min=0.1)
+NATIVE = dict(regime="native")
 M8, M32 = dict(streams=1024), dict(streams=256)
-EXP29 = dict(PAPER20, regime="native", wte_lr=0.003, ve_lr=0.003, **HEAD)
-EXP43 = dict(regime="native", wte_lr=0.003, ve_lr=0.003)
-D6_OPT = dict(wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4)
+EXP43 = dict(NATIVE, wte_lr=0.003, ve_lr=0.003)
+EXP29 = {**PAPER20, **EXP43, **HEAD}
+ORIGIN, BUILT = dict(EXP29, clock="origin"), dict(EXP29, clock="both_pre")
+D6_OPT = dict(NATIVE, wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1=0.9, lm_eps=1e-4)
 RAW = dict(tangent=False, project=False)
-WIDTHS = {"dust_K16_tuned": dict(TUNED_NP, method="sr_lnp"),
-          "dust_K64_tuned": dict(TUNED_NP, method="sr_lnp", draws=64),
-          "wm_G2048_codesigned": {}, "backprop_codesigned": dict(method="backprop")}
+WIDTHS = {"dust_K16_tuned": LNP, "dust_K64_tuned": dict(LNP, draws=64), "wm_G2048_codesigned": {},
+          "backprop_codesigned": BP}
 ARMS = {  # name -> flags that differ from the defaults; the names are the WM paper's ("..." is how it abbreviates them)
-    "supplied_muon_adamw_backprop": dict(PAPER20, **HEAD, method="backprop", active="qk"),
-    "backprop_prepolar_muon_damped_lm_frozen_qk_control": dict(PAPER20, method="backprop", lm_pool="row_iso"),
-    "backprop_prepolar_muon_frozen_qk_control": dict(PAPER20, **HEAD, method="backprop"),
-    "backprop_adamw_frozen_qk_control": dict(ADAMW, method="backprop"),
+    "supplied_muon_adamw_backprop": dict(PAPER20, **HEAD, **BP, active="qk"),
+    "backprop_prepolar_muon_damped_lm_frozen_qk_control": dict(PAPER20, **BP, lm_pool="row_iso"),
+    "backprop_prepolar_muon_frozen_qk_control": dict(PAPER20, **HEAD, **BP),
+    "backprop_adamw_frozen_qk_control": dict(ADAMW, **BP),
     "frozen_backbone_lm_head_only": dict(PAPER20, **HEAD, method="head_only"),
     "pure_lexical_x0_skip_only_true_zero": dict(PAPER20, **HEAD, method="lexical_only"),
     "causal_trace_wm_G2048_mismatched_origin_control": dict(ADAMW, method="mismatched_origin"),
-    **{f"causal_trace_wm_G{g}_centered": dict(ADAMW, clock="both_pre", streams=g) for g in (1, 64, 256)},
-    **{f"causal_trace_wm_G{g}_centered_scaleMg": dict(ADAMW, clock="both_pre", streams=g, scale_factor=2048.0 / g)
+    **{f"causal_trace_wm_G{g}_centered": dict(TRACE, streams=g) for g in (1, 64, 256)},
+    **{f"causal_trace_wm_G{g}_centered_scaleMg": dict(TRACE, streams=g, scale_factor=2048.0 / g)
        for g in (1, 64, 256)},
-    "causal_trace_wm_G2048_wtrace1_tangent_explore": dict(ADAMW, clock="both_pre"),
-    **{f"d6_pre_install_..._{pool}_{cell}": dict(PAPER20, clock="stage2_pre", **POOLS[pool], **CELLS[cell])
-       for pool in POOLS for cell in CELLS},
-    **{f"d6_strict_post_install_..._{pool}_{cell}": dict(PAPER20, **POOLS[pool], **CELLS[cell])
-       for pool in POOLS for cell in CELLS},
+    "causal_trace_wm_G2048_wtrace1_tangent_explore": TRACE,
+    **{f"d6_{when}_install_..._{pool}_{cell}": dict(INSTALLS[when], **POOLS[pool], **CELLS[cell])
+       for when in INSTALLS for pool in POOLS for cell in CELLS},
     **{f"d6_both_stages_pre_install_entrywise_{cell}": dict(PAPER20, clock="both_pre", **CELLS[cell])
        for cell in CELLS},
-    "d6_pre_install_fp32_cache_triton_b05_eps1e8": dict(PAPER20, **HEAD, clock="stage2_pre"),
+    "d6_pre_install_fp32_cache_triton_b05_eps1e8": PRE,
     "d6_strict_post_install_fp32_cache_triton_b05_eps1e8": dict(PAPER20, **HEAD),
     "d6_strict_post_install_fp32_cache_triton_b09_eps1e4": PAPER20,
-    "d6_pre_install_fp32_cache_entrywise_b05_eps1e8": dict(PAPER20, **HEAD, clock="stage2_pre", impl="torch"),
+    "d6_pre_install_fp32_cache_entrywise_b05_eps1e8": dict(PRE, impl="torch"),
     "d6_strict_post_install_fp32_cache_entrywise_b05_eps1e8": dict(PAPER20, **HEAD, impl="torch"),
     "d6_strict_post_install_fp32_cache_entrywise_b09_eps1e4": dict(PAPER20, impl="torch"),
     "d6_strict_post_install_internal_muon_colnorm_reader_b05_eps1e8": dict(PAPER20, **HEAD, reader="muon_colnorm"),
@@ -137,44 +136,42 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "wm_d6_6mat_decoupled_qk_future_g085_m2_lrk012_triton": dict(active="qk", probes=2),
     # every probe has a seed of its own anyway
     "wm_d6_6mat_decoupled_qk_future_g085_m2_rng_matched_lrk012_triton": dict(active="qk", probes=2),
-    "dust_K16_tuned_fast": dict(TUNED_NP, method="sr_lnp"),
+    "dust_K16_tuned_fast": LNP,
     "dust_K16_matched_codesigned_opt": dict(method="sr_lnp"),
-    "backprop_d6_paper20_opt": dict(PAPER20, method="backprop"),
-    "backprop_d6_codesigned_opt": dict(method="backprop"),
-    "backprop_d6_5mat_active_q_codesigned": dict(method="backprop", active="q"),
-    "backprop_d6_6mat_active_qk_codesigned": dict(method="backprop", active="qk"),
-    "dust_K4_tuned_fast": dict(TUNED_NP, method="sr_lnp", draws=4),
-    "dust_K64_tuned_fast": dict(TUNED_NP, method="sr_lnp", draws=64),
-    "faithful_dust_K76_adam": dict(method="sr_np", draws=4, hidden_opt="adamw", hidden_lr=0.001),
+    "backprop_d6_paper20_opt": dict(PAPER20, **BP),
+    "backprop_d6_codesigned_opt": BP,
+    "backprop_d6_5mat_active_q_codesigned": dict(BP, active="q"),
+    "backprop_d6_6mat_active_qk_codesigned": dict(BP, active="qk"),
+    "dust_K4_tuned_fast": dict(LNP, draws=4),
+    "dust_K64_tuned_fast": dict(LNP, draws=64),
+    "faithful_dust_K76_adam": dict(HIDDEN_ADAMW, method="sr_np", draws=4),
     "faithful_dust_K76_prepolar_muon": dict(method="sr_np", draws=4),
     "wm_G64_codesigned_opt_triton": dict(streams=64),
     "wm_G2048_codesigned_500steps_match_dustK16_time": dict(steps=500),
     "wm_G2048_codesigned_720steps_half_dustK64_time": dict(steps=720),
     **{f"width{width}_{name}": dict(flags, width=width)
        for width in (256, 512, 768) for name, flags in WIDTHS.items()},
-    "unrestricted_adamw_backprop": dict(ADAMW, regime="native", method="backprop", active="qk"),
-    "native50m_dust_K16_tuned_fast": dict(TUNED_NP, regime="native", method="sr_lnp"),
-    "native50m_true_delayed_construction_M8_adamw": dict(EXP29, hidden_opt="adamw", hidden_lr=0.001,
-                                                         clock="both_pre", **M8),
-    "native50m_wm_M8_bt_scaled_triton": dict(D6_OPT, regime="native", **M8),
-    "native50m_wm_M8_codesigned_triton": dict(D6_OPT, regime="native", wte_lr=0.1, ve_lr=0.05, **M8),
-    "native50m_causal_trace_wm_M32_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="origin", **M32),
-    "native50m_causal_trace_wm_M8_unprojected_prepolar_muon": dict(EXP29, clock="origin", **RAW, **M8),
-    "native50m_true_delayed_construction_M8_unprojected_prepolar_muon": dict(EXP29, clock="both_pre", **RAW, **M8),
-    "native50m_causal_trace_wm_M8_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="origin", **M8),
-    "native50m_true_delayed_construction_M8_filtered_v_tangent_prepolar_muon": dict(EXP29, clock="both_pre", **M8),
+    "unrestricted_adamw_backprop": dict(ADAMW, **NATIVE, **BP, active="qk"),
+    "native50m_dust_K16_tuned_fast": dict(LNP, **NATIVE),
+    "native50m_true_delayed_construction_M8_adamw": dict(BUILT, **HIDDEN_ADAMW, **M8),
+    "native50m_wm_M8_bt_scaled_triton": dict(D6_OPT, **M8),
+    "native50m_wm_M8_codesigned_triton": dict(D6_OPT, wte_lr=0.1, ve_lr=0.05, **M8),
+    "native50m_causal_trace_wm_M32_filtered_v_tangent_prepolar_muon": dict(ORIGIN, **M32),
+    "native50m_causal_trace_wm_M8_unprojected_prepolar_muon": dict(ORIGIN, **RAW, **M8),
+    "native50m_true_delayed_construction_M8_unprojected_prepolar_muon": dict(BUILT, **RAW, **M8),
+    "native50m_causal_trace_wm_M8_filtered_v_tangent_prepolar_muon": dict(ORIGIN, **M8),
+    "native50m_true_delayed_construction_M8_filtered_v_tangent_prepolar_muon": dict(BUILT, **M8),
     "native50m_strict_post_install_M8_unprojected_prepolar_muon": dict(EXP43, **RAW, **M8),
     "native50m_strict_post_install_M8_filtered_v_tangent_prepolar_muon": dict(EXP43, **M8),
     "native50m_strict_post_install_M8_exp32_exact_triton": dict(EXP43, packets="device", **M8),
     "native50m_strict_post_install_M8_scaleMg8_triton": dict(EXP43, scale_factor=8.0, **M8),
-    "native50m_strict_post_install_M1_wte15e3_eps1e4_triton": dict(regime="native", lm_eps=1e-4),
-    "native50m_strict_post_install_M8_wte15e3_triton": dict(regime="native", packets="device", **M8),
+    "native50m_strict_post_install_M1_wte15e3_eps1e4_triton": dict(NATIVE, lm_eps=1e-4),
+    "native50m_strict_post_install_M8_wte15e3_triton": dict(NATIVE, packets="device", **M8),
     "native50m_strict_post_install_M1_exp32_exact_triton": dict(EXP43, packets="device"),
-    "native50m_strict_post_install_M1_wte15e3_triton": dict(regime="native", packets="device"),
-    "native50m_strict_post_install_M1_wte15e3_spherical_active_q_triton": dict(regime="native", active="q"),
-    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_triton": dict(regime="native", active="qk"),
-    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton":
-        dict(regime="native", active="qk", probes=2),
+    "native50m_strict_post_install_M1_wte15e3_triton": dict(NATIVE, packets="device"),
+    "native50m_strict_post_install_M1_wte15e3_spherical_active_q_triton": dict(NATIVE, active="q"),
+    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_triton": dict(NATIVE, active="qk"),
+    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton": dict(NATIVE, active="qk", probes=2),
 }
 
 
@@ -196,7 +193,9 @@ def train(config):
         micro_batches = config.batch_size // rows_at_once(config)
         params = {**model.num_params(), "active": sum(map(torch.numel, pipeline.weights.values()))}
         if run.rank == 0:
-            print(headline(run, params))
+            print(f"{run.name}: {params['active']:,} of {params['total']:,} parameters active, "
+                  f"{config.steps} steps of {run.tokens_per_step:,} tokens on "
+                  f"{run.world} x {run.device.type}")
 
         def own_rows():
             # consecutive ones, so that streams and probes fall as in one process
@@ -267,12 +266,11 @@ def build_pipeline(config, model, rank=0, world=1):
 
 def share_of(config, world):
     """Rows of a micro-batch on each rank; UserError where they or the streams do not split."""
-    rows = rows_at_once(config)
-    for name, count in (("micro_batch", rows), ("streams", config.streams)):
+    for name, count in (("micro_batch", rows_at_once(config)), ("streams", config.streams)):
         if count % world:
             how = f"does not split over {world} ranks; choose a multiple"
             raise UserError(f"--{name} {count} {how}")
-    return rows // world
+    return rows_at_once(config) // world
 
 
 def rows_at_once(config):
@@ -280,27 +278,15 @@ def rows_at_once(config):
     return min(config.micro_batch or config.batch_size, config.batch_size)
 
 
-def default_width(config):
-    """Channels of the residual stream without --width."""
-    return -(-64 * config.depth // config.head_dim) * config.head_dim
-
-
 def width_of(config):
     """Channels of the residual stream."""
-    return config.width or default_width(config)
-
-
-def headline(run, params):
-    """What is about to run, as one line."""
-    return (f"{run.name}: {params['active']:,} of {params['total']:,} parameters active, "
-            f"{run.config.steps} steps of {run.tokens_per_step:,} tokens on "
-            f"{run.world} x {run.device.type}")
+    return config.width or -(-64 * config.depth // config.head_dim) * config.head_dim
 
 
 # ---- the run's name ----
 
 def flags_of(arm, regime=""):
-    """All flags of an arm, or of a run that is called after its method, its regime's included."""
+    """All flags of an arm (or a method) in a regime: its own, or this one."""
     flags = ARMS.get(arm, {"method": arm} if arm in METHODS else {})
     regime = regime or flags.get("regime", "d6")
     return {**REGIMES[regime], **flags, "regime": regime}
@@ -314,17 +300,14 @@ def published():
 
 
 def arm_of(config):
-    """The published arm of its method that a config's flags describe (see runs.arm_of).
-
-    Where there is none, the method itself.
-    """
-    named, known = {f.name for f in common.flag_fields(config) if f.metadata["names"]}, {}
+    """The published arm of its method that a config's flags describe, else the method itself."""
+    printed, known = published(), {}
+    named = {f.name for f in common.flag_fields(config) if f.metadata["names"]}
     for name, flags in ARMS.items():
         same_method = flags.get("method", "wm") == config.method
-        if same_method and (name, config.regime) in published():
-            own = {k: v for k, v in flags.items() if k in named}
-            known[name] = {**own, "regime": config.regime}
-    known[config.method] = {"method": config.method, "regime": config.regime}
+        if same_method and (name, config.regime) in printed:
+            known[name] = {k: v for k, v in flags.items() if k in named}
+    known[config.method] = {"method": config.method}
     return runs.arm_of(config, known)
 
 
@@ -373,30 +356,26 @@ def parse(argv=None):
     # one way to say one thing, so that one run has one name
     if config.micro_batch >= config.batch_size:
         config = dataclasses.replace(config, micro_batch=0)
-    if config.width == default_width(config):
-        config = dataclasses.replace(config, width=0)
+    plain = dataclasses.replace(config, width=0)
+    if config.width == width_of(plain):
+        config = plain
     return config if config.arm else dataclasses.replace(config, arm=arm_of(config))
 
 
 def check(config):
-    """Refuse what cannot run, with the reason."""
+    """UserError for what cannot run."""
     method = METHODS[config.method]
     if config.width % config.head_dim:
-        multiple = f"no multiple of --head_dim {config.head_dim}"
-        raise UserError(f"--width {config.width} is {multiple}")
-    tokens = rows_at_once(config) * config.seq_len
-    if config.streams and tokens % config.streams:
-        what = f"does not divide the {tokens} tokens of a micro-batch"
-        raise UserError(f"--streams {config.streams} {what}")
+        raise UserError(f"--width {config.width} is no multiple of --head_dim {config.head_dim}")
+    group_size(rows_at_once(config) * config.seq_len, config)
     if config.probes_attention and not method.probes_qk:
-        what = "has no rule for q, k or temperatures; drop --active and --head_temp"
-        raise UserError(f"--method {config.method} {what}")
+        what = "--active and --head_temp; it has no rule for them"
+        raise UserError(f"--method {config.method}: drop {what}")
     if config.head_temp and config.active != "none":
         raise UserError("--head_temp and --active are arms of their own in the paper; choose one")
     if config.draws < method.min_draws:
-        why = "a draw's loss counts against the draws' mean"
-        raise UserError(f"--draws {config.draws} gives --method {config.method} no credit ({why}); "
-                        f"give {method.min_draws} or more")
+        draws = f"--method {config.method} gets no credit from --draws {config.draws}"
+        raise UserError(f"{draws}; give {method.min_draws} or more")
     if config.reader != "live" and "reader" not in method.flags:
         raise UserError(f"--reader {config.reader} belongs to --method wm")
     if config.reader == "muon_colnorm" and config.hidden_opt != "muon":
@@ -404,15 +383,13 @@ def check(config):
 
 
 def list_arms(as_json=False):
-    """Print every arm: regime, flags and the published DEV bits per byte (mean and sd)."""
+    """Print every arm: regime, flags and the published DEV bits per byte [mean, sd]."""
     rows, printed = [], published()
     for name, flags in ARMS.items():
-        own = flags.get("regime", "d6")
         for regime in REGIMES:
-            if regime == own or (name, regime) in printed:
-                mean, sd = printed.get((name, regime), (None, None))
-                rows.append({"arm": name, "regime": regime, "flags": flags,
-                             "published_dev_bpb": mean, "published_sd": sd})
+            score = printed.get((name, regime))
+            if score or regime == flags_of(name)["regime"]:
+                rows.append({"arm": name, "regime": regime, "flags": flags, "published": score})
     if as_json:
         return print(json.dumps(rows))
     print(f"{'arm':82} {'regime':6} {'published':>16}  "
@@ -420,8 +397,8 @@ def list_arms(as_json=False):
     for row in rows:
         flags = {k: v for k, v in row["flags"].items() if k != "regime"}
         shown, score = common.show_flags(flags) or "(the defaults)", "-"
-        if row["published_dev_bpb"] is not None:
-            score = f"{row['published_dev_bpb']:.4f} +- {row['published_sd']:.4f}"
+        if row["published"]:
+            score = "{:.4f} +- {:.4f}".format(*row["published"])
         print(f"{row['arm']:82} {row['regime']:6} {score:>16}  {shown}")
 
 

@@ -10,36 +10,31 @@
 
 A stage perturbs its activation by sigma * xi, xi = +-1. The reward of unit i is the change of its
 outgoing column's product with the receiver's modulation u (WM 1.1); reward * xi / sigma is the
-credit, and credit x input the pseudo-gradient. Nothing here records a graph. wm_pipeline.py runs
-the forward pass, keeps the packets, and decides when a stage is built and installed.
+credit, and credit x input the pseudo-gradient. wm_pipeline.py decides when each is made.
 
 A new comparator is a function (model, packet, targets, rule) -> {name: pseudo-gradient} and a row
 of METHODS.
 
 Shapes: B rows, T tokens, N = B T, C = n_embd, H heads, D = head_dim, V vocabulary, G = N / M_g
-streams of M_g consecutive tokens. `u` is minus N times the gradient of the mean loss (the direction
-that lowers it), `packet` what the forward pass of one micro-batch leaves behind. gamma_l is the
-product of resid_lambdas above layer l, alpha_0 the coefficient of x0 in x_L (WM 3.1).
+streams of M_g consecutive tokens. `u` is minus N times the gradient of the mean loss, `packet` what
+the forward pass of one micro-batch leaves behind, gamma_l and alpha_0 see skip_gains().
 `readers(name, W)` is the matrix whose columns a reward reads where it would read W.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 import common
 from common import UserError, derive_seed, flag
 from loss import chunked_loss
 from model import attend as model_attend
-from model import norm, rotate
+from model import norm, relu2, rotate
 from optim import MuonAdamW, homotopy
 from wm_kernels import wm_credit, wm_credit_relu2, wm_reward
 
-# clock -> age of a packet when stage 2 builds its reward, and the same for stage 1;
-# the rewards are installed at ages 1 and 2 whatever the clock
+# clock -> age of a packet when stage 2 builds its reward, and when stage 1 does
 CLOCKS = {"strict_post": (1, 2), "stage2_pre": (0, 2), "both_pre": (0, 1), "origin": (0, 0)}
-EQUILIBRATE_TAU = 25   # steps until Pre-Polar Muon equilibrates at full strength
 HEAD_CHUNK = 128       # tokens whose logits are worked on at once: 4 MiB at V = 8192, as in a cache
 
 
@@ -65,8 +60,8 @@ def make_optimizer(model, rule, rank=0, world=1):
     """MuonAdamW over the active weights, those of layers together but for c_q, c_k and q_log."""
     adamw = dict(kind="adamw", betas=(0.8, 0.95))
     hidden = adamw
-    if rule.hidden_opt == "muon":
-        hidden = dict(kind="muon", momentum=rule.hidden_beta, equilibrate_tau=EQUILIBRATE_TAU)
+    if rule.hidden_opt == "muon":   # it equilibrates at full strength from step 25 on
+        hidden = dict(kind="muon", momentum=rule.hidden_beta, equilibrate_tau=25)
     recipe = {
         "lm_head": dict(kind="adamw", betas=(rule.lm_beta1, 0.95), eps=rule.lm_eps,
                         pool=rule.lm_pool, initial_lr=rule.lm_lr),
@@ -87,7 +82,7 @@ def make_optimizer(model, rule, rank=0, world=1):
 
 
 def set_rates(optimizer, step, steps, rule):
-    """Set every group's rate at `step` of `steps`: on a line from 1 to lrm_min of its first one."""
+    """Set every group's rate at this step: on a line from its first one to lrm_min times it."""
     multiplier = 1 - (1 - rule.lrm_min) * min(step / max(1, steps - 1), 1.0)
     for group in optimizer.param_groups:
         falls = rule.adamw_anneal or group["kind"] == "muon"
@@ -99,10 +94,7 @@ def set_rates(optimizer, step, steps, rule):
 # ---- small pieces of the credit ----
 
 def skip_gains(model):
-    """(gamma [L], alpha_0) as Python floats.
-
-    How much of layer l's output, and of x0, reaches x_L along the skip path (WM 3.1).
-    """
+    """(gamma [L], alpha_0): how much of a layer's output, and of x0, reaches x_L by the skip path."""
     gamma, product = [], 1.0
     for lam in reversed(model.resid_lambdas.tolist()):
         gamma.insert(0, product)
@@ -125,7 +117,8 @@ def tangent(v, x):
 
 
 def outer(u, x, scale):
-    """scale * u^T x: [N, J], [N, I] -> [J, I]."""
+    """scale * u^T x [J, I], of u [*, J] and x [*, I]."""
+    u, x = u.flatten(0, -2), x.flatten(0, -2)
     return torch.addmm(u.new_zeros(()), u.t(), x, beta=0, alpha=scale)
 
 
@@ -133,11 +126,6 @@ def scatter(idx, rows, table, scale):
     """scale * (one-hot of idx)^T rows, in the shape of the embedding table."""
     rows = (rows * scale).to(table.dtype)
     return torch.zeros_like(table).index_add_(0, idx.flatten(), rows)
-
-
-def relu2(pre):
-    """relu(pre)^2, the activation of the feed-forward layers."""
-    return F.relu(pre).square_()
 
 
 def group_size(n, rule):
@@ -156,10 +144,10 @@ def options(packet, rule):
 # ---- stage 3 ----
 
 def head_scores(x, weight, targets, softcap):
-    """(s [N, V], nats [N], head gradient [V, C]) of final states x [N, C] and targets [N].
+    """(s [N, V], nats [N], gradient -(1/N) s^T x [V, C]) of final states x [N, C], targets [N].
 
-    s = (onehot - softmax) (1 - tanh^2) is minus the slope of a token's loss in the raw logits, and
-    the gradient is -(1/N) s^T x. Targets of -1 are ignored. Worked on chunk by chunk.
+    s = (onehot - softmax) (1 - tanh^2) is minus the slope of a token's loss in the raw logits.
+    Targets of -1 are ignored.
     """
     s = x.new_empty(len(x), len(weight))
     nats, grad = x.new_empty(len(x)), torch.zeros_like(weight, dtype=x.dtype)
@@ -185,17 +173,9 @@ def head_scores(x, weight, targets, softcap):
 # ---- stage 2 ----
 # Rewards come from `packet.source`: the packet itself, but for the mismatched_origin control.
 
-def two_signs(packet, name, cols, like):
-    """The +-1 signs [N, cols] of a site in the packet and in its source: the same tensor twice."""
-    xi = packet.signs(name, cols, like)
-    if packet.source is packet:
-        return xi, xi
-    return xi, packet.source.signs(name, cols, like)
-
-
 def norm_probe(packet, name, z, x, rule):
     """(signs, displacement of x = norm(z)), both [N, C]: z moves by sigma times (tangent) signs."""
-    xi, moved = two_signs(packet, name, z.size(1), z)
+    xi, moved = (p.signs(name, z.size(1), z) for p in (packet, packet.source))
     if rule.tangent:
         moved = tangent(moved, x)
     return xi, norm_shift(z, rule.sigma * moved)
@@ -214,8 +194,8 @@ def bus_credit(model, packet, rule, readers):
     return tangent(u, packet.x_final) if rule.project else u
 
 
-def wte_credit(model, packet, rule, readers, world=1):
-    """Credit [N, C] of the embedding rows; see --wte_route."""
+def lexical_stage2(model, packet, rule, readers, world=1):
+    """{"wte.weight": pseudo-gradient} by --wte_route; reads the source's bus."""
     source, (_, alpha) = packet.source, skip_gains(model)
     xi, dx0 = norm_probe(packet, "wte", source.e, source.x0, rule)
     opts = options(packet, rule)
@@ -230,25 +210,21 @@ def wte_credit(model, packet, rule, readers, world=1):
         common.all_sum([total], world)
         R = R - total[:-1] / total[-1] if total[-1] > 1 else R
     credit = R.repeat_interleave(opts["group"], 0) * xi / rule.sigma
-    return tangent(credit, packet.x0) if rule.project else credit
-
-
-def lexical_stage2(model, packet, rule, readers, world=1):
-    """{"wte.weight": pseudo-gradient}; reads the source's bus."""
-    credit = wte_credit(model, packet, rule, readers, world)
+    if rule.project:
+        credit = tangent(credit, packet.x0)
     return {"wte.weight": scatter(packet.idx, credit, model.wte.weight, -1 / packet.tokens)}
 
 
 def stage2(model, packet, rule, readers, world=1):
-    """{name: pseudo-gradient} of wte and c_proj; reads the bus of the packet and of its source."""
+    """{name: pseudo-gradient} of wte and c_proj; reads the packet's bus and its source's."""
     grads = lexical_stage2(model, packet, rule, readers, world)
     u, (gamma, _) = packet.bus, skip_gains(model)
     for i, kept in enumerate(packet.layers):
         layer = packet.layer(i, u, ("y", "hidden" if "hidden" in kept else "pre"))
         h = layer["hidden"] if "hidden" in layer else relu2(layer["pre"])
         scale = -gamma[i] / packet.tokens
-        grads[f"blocks.{i}.attn.c_proj.weight"] = outer(u, layer["y"].flatten(0, 1), scale)
-        grads[f"blocks.{i}.ffn.c_proj.weight"] = outer(u, h.flatten(0, 1), scale)
+        grads[f"blocks.{i}.attn.c_proj.weight"] = outer(u, layer["y"], scale)
+        grads[f"blocks.{i}.ffn.c_proj.weight"] = outer(u, h, scale)
     return grads
 
 
@@ -258,9 +234,8 @@ def stage2(model, packet, rule, readers, world=1):
 class Layer:
     """Layer i of a packet as stage 1 sees it.
 
-    own, theirs: what the packet keeps of it, and what its source does. u [N, C]: credit of what the
-    layer adds to the residual stream. W: attn.c_proj as it is read. S [N, C]: u W, None where
-    streams of several tokens take their mean first.
+    own, theirs: what the packet and its source keep. u [N, C]: credit of what the layer adds to the
+    residual stream. W: attn.c_proj as it is read. S [N, C]: u W, for streams of one token.
     """
     i: int
     window: int
@@ -272,8 +247,9 @@ class Layer:
 
     def mask(self):
         """[T, T] booleans, None where plain causal attention says the same."""
-        T, device = self.own["q"].size(1), self.own["q"].device
-        return None if self.window >= T - 1 else visible(T, device, self.window)
+        q = self.own["q"]
+        T = q.size(1)
+        return None if self.window >= T - 1 else visible(T, q.device, self.window)
 
 
 def layer_of(model, packet, i, gamma, rule, readers):
@@ -294,14 +270,14 @@ def layer_of(model, packet, i, gamma, rule, readers):
     return layer
 
 
-def visible(T, device, window=None):
+def visible(T, device, window):
     """[T, T] booleans: may query row see key column?"""
     position = torch.arange(T, device=device)
     age = position[:, None] - position
-    return (age >= 0) & (age <= (T if window is None else window))
+    return (age >= 0) & (age <= window)
 
 
-def attention_map(layer, window=None):
+def attention_map(layer, window):
     """The causal attention weights [B, H, T, T] of a traced layer, rebuilt from its q and k."""
     B, T, H, D = layer["q"].shape
     q, k = (layer[z].transpose(1, 2).reshape(B * H, T, D) for z in ("q", "k"))
@@ -335,7 +311,7 @@ def v_credit(packet, layer, W, rule):
     return wm_credit(u, dy, W, packet.site(name), rule.sigma, **opts)
 
 
-def filter_credit(layer, credit, rule, window=None):
+def filter_credit(layer, credit, rule, window):
     """Sum credit [N, C] over the queries that saw each position: [B, T, H, D] (--filtered_v).
 
     The filtered trace of Prop. 2 is xbar(tau) = sum_s A(tau, s) x(s), and c_v's pseudo-gradient
@@ -368,19 +344,16 @@ def head_reward(packet, dy, layer, rule):
 def future_sum(R, gamma, window):
     """sum over tau >= s, tau - s <= window, of gamma^(tau - s) R(tau), of R [B, T, H]."""
     position = torch.arange(R.size(1), device=R.device)
-    age = position - position[:, None]   # tau - s
-    power = float(gamma) ** age.clamp_min(0).to(R.dtype)
-    weight = torch.where((age >= 0) & (age <= window), power, 0)
+    age = (position - position[:, None]).clamp_min(0)   # tau - s
+    seen = visible(R.size(1), R.device, window).T
+    weight = torch.where(seen, float(gamma) ** age.to(R.dtype), 0)
     return torch.einsum("st,bth->bsh", weight, R)
 
 
 def qk_probe(model, packet, layer, which, name, rule):
-    """(perturbed q or k, carrier), both [B, T, H, D], of the packet whose layer (a dict) this is.
-
-    The carrier moves the vector before rotary, on the sphere of the QK-norm.
-    """
+    """(perturbed q or k, carrier), both [B, T, H, D], of the packet whose layer (a dict) this is."""
     cos, sin = (z[:layer["q"].size(1)] for z in (model.cos, model.sin))
-    # root mean square 1, or a head's temperature
+    # the vector moves before rotary, on the sphere of the QK-norm; gain: 1, or its temperature
     gain = layer[which].square().mean(-1, keepdim=True).sqrt()
     plain = rotate(layer[which] / gain, cos, -sin)
     carrier = packet.signs(name, plain[0, 0].numel(), plain).view_as(plain)
@@ -398,7 +371,7 @@ def qk_credit(model, packet, layer, rule):
         wanted = [wanted[packet.step % 2]]
     total = dict.fromkeys(wanted, 0.0)
     for r in range(rule.probes):
-        moved, carrier, dy = {}, {}, {}
+        moved, carrier = {}, {}
         for w in wanted:
             name = f"{w}{layer.i}.{r}"
             moved[w], carrier[w] = qk_probe(model, packet.source, layer.theirs, w, name, rule)
@@ -421,7 +394,7 @@ def temperature_credit(packet, layer, rule):
     """Credit [N, H] of the log-temperatures: q times exp(sigma xi), a sign per token and head."""
     q = layer.theirs["q"]
     B, T, H, D = q.shape
-    xi, theirs = two_signs(packet, f"temp{layer.i}", H, layer.u)
+    xi, theirs = (p.signs(f"temp{layer.i}", H, layer.u) for p in (packet, packet.source))
     moved = q * torch.exp(rule.sigma * theirs).view(B, T, H, 1)
     R = head_reward(packet, attention_shift(layer, {"q": moved}), layer, rule)
     return R.flatten(0, 1) * xi / rule.sigma
@@ -429,8 +402,8 @@ def temperature_credit(packet, layer, rule):
 
 def value_grads(model, packet, i, layer, credit):
     """{name: pseudo-gradient} of c_v and the value embedding of layer i from credit [N, C]."""
-    n, inputs = len(credit), layer["attn_in"].flatten(0, 1)
-    grads = {f"blocks.{i}.attn.c_v.weight": outer(credit, inputs, -1 / n)}
+    n = packet.tokens
+    grads = {f"blocks.{i}.attn.c_v.weight": outer(credit, layer["attn_in"], -1 / n)}
     if "gate" in layer:
         rows = (credit.view_as(layer["q"]) * layer["gate"].unsqueeze(-1)).flatten(2).flatten(0, 1)
         table = model.value_embeds[str(i)].weight
@@ -446,13 +419,13 @@ def stage1(model, packet, rule, readers, world=1):
         name, layer = f"blocks.{i}.", layer_of(model, packet, i, gamma[i], rule, readers)
         W = readers(f"{name}ffn", block.ffn.c_proj.weight)
         credit = fc_credit(packet, layer, W, rule)
-        grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer.own["mlp_in"].flatten(0, 1), -1 / n)
-        credit, inputs = v_credit(packet, layer, layer.W, rule), layer.own["attn_in"].flatten(0, 1)
+        grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer.own["mlp_in"], -1 / n)
+        credit = v_credit(packet, layer, layer.W, rule)
         pooled = filter_credit(layer.own, credit, rule, layer.window)
         grads.update(value_grads(model, packet, i, layer.own, pooled.flatten(2).flatten(0, 1)))
         if rule.active != "none":
             for part, credit in qk_credit(model, packet, layer, rule).items():
-                grads[f"{name}attn.{part}.weight"] = outer(credit, inputs, -1 / n)
+                grads[f"{name}attn.{part}.weight"] = outer(credit, layer.own["attn_in"], -1 / n)
         if rule.head_temp:
             credit = temperature_credit(packet, layer, rule)
             grads[f"{name}attn.q_log"] = (credit.sum(0) / -n).unsqueeze(1)
@@ -494,30 +467,29 @@ def make_readers(optimizer, rule):
         if rule.reader == "adamw_frobnorm" and name == "lm_head" and "exp_avg_sq" in state:
             return adamw_frobnorm(W, state, groups[name])
         return W
-    return live if rule.reader == "live" else read
+    return read
 
 
 # ---- node-perturbation comparators: credit in the same step (WM 3.5) ----
 
 def token_nats(model, x_L, targets):
     """Loss of every token [N] at residual states x_L [N, C]."""
-    W, softcap = model.lm_head.weight, model.cfg.softcap
-    return chunked_loss(norm(x_L), W, targets.flatten(), softcap, "none")
+    head = model.lm_head.weight
+    return chunked_loss(norm(x_L), head, targets.flatten(), model.cfg.softcap, "none")
 
 
 def sr_lnp(model, packet, targets, rule):
-    """{name: pseudo-gradient} of surrogate-routed local node perturbation.
+    """Surrogate-routed local node perturbation: K tokenwise probes, a scalar reward per token.
 
-    K tokenwise probes everywhere, one scalar reward per token. The bus estimate from K perturbed
-    heads is used at once; hidden units, values (scored at their own position only) and embeddings
-    are rewarded by the inner product of their displacement with it, along the skip path.
+    The bus estimate from K perturbed heads is used at once; hidden units, values (scored at their
+    own position only) and embeddings are rewarded by the inner product of their displacement with
+    it, along the skip path.
     """
     K, sigma, n = rule.draws, rule.sigma, packet.tokens
     x_L, (gamma, alpha) = packet.x_L, skip_gains(model)
     base = token_nats(model, x_L, targets)
 
     def estimate(name, cols, reward):
-        # mean over draws of (scalar reward per row) * signs / sigma
         total = 0.0
         for k in range(K):
             xi = packet.signs(f"{name}.{k}", cols, x_L)
@@ -527,18 +499,17 @@ def sr_lnp(model, packet, targets, rule):
     def bus_reward(xi):
         return (base - token_nats(model, x_L + sigma * xi, targets)).unsqueeze(1)
 
-    u = estimate("bus", x_L.size(1), bus_reward)
-
     def wte_reward(xi):
         return (alpha * u * norm_shift(packet.e, sigma * xi)).sum(1, keepdim=True)
 
+    u = estimate("bus", x_L.size(1), bus_reward)
     rows = estimate("wte", x_L.size(1), wte_reward)
     grads = {"wte.weight": scatter(packet.idx, rows, model.wte.weight, -1 / n)}
     for i, block in enumerate(model.blocks):
         name, layer = f"blocks.{i}.", packet.layer(i, u)
-        y, pre = layer["y"].flatten(0, 1), layer["pre"].flatten(0, 1)
+        pre = layer["pre"].flatten(0, 1)
         h = relu2(pre)
-        grads[f"{name}attn.c_proj.weight"] = outer(u, y, -gamma[i] / n)
+        grads[f"{name}attn.c_proj.weight"] = outer(u, layer["y"], -gamma[i] / n)
         grads[f"{name}ffn.c_proj.weight"] = outer(u, h, -gamma[i] / n)
         S_ffn = gamma[i] * u @ block.ffn.c_proj.weight
         S_attn = (gamma[i] * u @ block.attn.c_proj.weight).view_as(layer["q"])
@@ -553,20 +524,20 @@ def sr_lnp(model, packet, targets, rule):
             return per_head.repeat_interleave(S_attn.size(-1), -1).flatten(0, 1)
 
         credit = estimate(f"fc{i}", pre.size(1), fc_reward)
-        grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer["mlp_in"].flatten(0, 1), -1 / n)
-        credit = estimate(f"v{i}", y.size(1), v_reward)
+        grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer["mlp_in"], -1 / n)
+        credit = estimate(f"v{i}", x_L.size(1), v_reward)
         grads.update(value_grads(model, packet, i, layer, credit))
     return grads
 
 
-def sr_np(model, packet, targets, rule, gamma=0.98):
-    """{name: pseudo-gradient} of suffix-recomputed node perturbation.
+def sr_np(model, packet, targets, rule):
+    """Suffix-recomputed node perturbation: K Gaussian draws at each of 3 L + 1 sites.
 
-    K Gaussian draws at each of 3 L + 1 sites, and K per layer inside attention. A draw moves one
-    site, the rest of the network is recomputed, and each token's loss, centred over the draws, is
-    its reward. Both projections use the site behind the block (as the paper does, which omits
-    attn.c_proj's path through its own block's MLP); values are rewarded by the alignment of the
-    moved attention output with its own estimate, plus gamma-discounted future tokens.
+    A draw moves one site, the rest of the network is recomputed, and each token's loss, centred
+    over the draws, is its reward. Both projections use the site behind the block, as in the paper
+    (it omits attn.c_proj's path through its own block's MLP). K more draws per layer move values,
+    rewarded by the alignment of the moved attention output with its own estimate, plus that of
+    future tokens, discounted.
     """
     K, sigma, n, idx = rule.draws, rule.sigma, packet.tokens, packet.idx
     B, T = idx.shape
@@ -604,9 +575,6 @@ def sr_np(model, packet, targets, rule, gamma=0.98):
         def rest(x):
             return model.layers(idx, x, x0, start=i + 1)
 
-        def behind_block(z):
-            return rest(states[i] + z)
-
         def behind_fc(z):
             return rest(middle + block.ffn.c_proj(relu2(layer["pre"] + z)))
 
@@ -614,17 +582,17 @@ def sr_np(model, packet, targets, rule, gamma=0.98):
             x = start + block.attn.c_proj(layer["y"] + z)
             return rest(x + block.ffn(norm(x)))
 
-        u = estimate(f"out{i}", x0.shape, behind_block)
-        grads[f"{name}attn.c_proj.weight"] = outer(u, layer["y"].flatten(0, 1), -1 / n)
-        grads[f"{name}ffn.c_proj.weight"] = outer(u, h.flatten(0, 1), -1 / n)
+        u = estimate(f"out{i}", x0.shape, lambda z: rest(states[i] + z))
+        grads[f"{name}attn.c_proj.weight"] = outer(u, layer["y"], -1 / n)
+        grads[f"{name}ffn.c_proj.weight"] = outer(u, h, -1 / n)
         credit = estimate(f"fc{i}", h.shape, behind_fc)
-        grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer["mlp_in"].flatten(0, 1), -1 / n)
+        grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer["mlp_in"], -1 / n)
         out = estimate(f"y{i}", x0.shape, behind_attention).view_as(layer["q"])
         A, credit = attention_map(layer, block.attn.window), 0.0
         for k in range(K):
             a = gauss(f"v{i}", k, x0.shape).view_as(out)
             dy = (A @ a.transpose(1, 2)).transpose(1, 2)
-            R = future_sum((out * dy).sum(-1), gamma, block.attn.window)
+            R = future_sum((out * dy).sum(-1), 0.98, block.attn.window)
             credit = credit + R.unsqueeze(-1) * a / K
         credit = credit.flatten(2).flatten(0, 1)
         grads.update(value_grads(model, packet, i, layer, credit))
@@ -637,19 +605,18 @@ def sr_np(model, packet, targets, rule, gamma=0.98):
 class Method:
     """How a method finds its gradients. One of these, or none of them (the head alone learns):
 
-    stages: {stage: (model, packet, rule, readers, world) -> {name: pseudo-gradient}}, built from
-    packets `ages` steps old ({stage: age}; None: the clock's) and installed at the age `delays`.
-    gradients: (model, packet, targets, rule) -> {name: pseudo-gradient}, in the same step (NOW).
+    stages: {stage: (model, packet, rule, readers, world) -> {name: pseudo-gradient}}.
+    gradients: (model, packet, targets, rule) -> {name: pseudo-gradient}.
     autograd: the exact gradient, by a backward pass.
 
-    late: a packet's rewards come from the batch of the step that builds them. learns: the parts
-    that have a rule. probes_qk: so have q, k and temperatures. min_draws: fewer give no credit.
-    flags: those of Rule that act under some methods only, and act under this one.
+    delays: {stage: age of a packet when its credit is installed}. late: rewards come from the batch
+    of the step that builds them. learns: the parts that have a rule. probes_qk: so have q, k and
+    temperatures. min_draws: fewer give no credit. flags: those that act, of those that not all
+    methods have.
     """
     stages: dict = field(default_factory=dict)
     gradients: Callable = None
     autograd: bool = False
-    ages: dict = None
     delays: dict = field(default_factory={2: 1, 1: 2}.copy)
     late: bool = False
     learns: tuple = ("lm_head", "wte", "layers")
@@ -671,8 +638,7 @@ METHODS = {
     "sr_lnp": Method(gradients=sr_lnp, delays=NOW, flags=DRAWS),
     "sr_np": Method(gradients=sr_np, delays=NOW, min_draws=2, flags=DRAWS),
     "head_only": Method(learns=("lm_head",)),
-    "lexical_only": Method({2: lexical_stage2}, ages=NOW, delays=NOW, learns=("lm_head", "wte"),
-                           flags=STREAMS),
+    "lexical_only": Method({2: lexical_stage2}, delays=NOW, learns=("lm_head", "wte"), flags=STREAMS),
     "mismatched_origin": Method({2: stage2, 1: stage1}, late=True, probes_qk=True,
                                 flags=DELAYED - {"reader"}),
 }
@@ -680,27 +646,26 @@ METHODS = {
 
 # ---- the flags ----
 
+RATE, BETA = dict(low=0, high=1e10), dict(low=0, high=0.9999)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Flags of the rule and its optimizer; the defaults are the co-designed 4-matrix arm."""
-    method: str = flag("wm", "learning rule; backprop is the exact gradient of the same active weights",
-                       choices=tuple(METHODS))
+    method: str = flag("wm", "learning rule; backprop is exact, for the same weights", choices=tuple(METHODS))
     clock: str = flag("strict_post", "when stages 2 and 1 build their rewards (WM 1.1)", choices=tuple(CLOCKS))
     streams: int = flag(0, "token streams G of a micro-batch; 0: one per token", low=0, high=2**40)
-    scale_factor: float = flag(1.0, "factor of all rewards; M_g undoes the mean over a stream's M_g tokens",
-                               low=0, high=1e9)
+    scale_factor: float = flag(1.0, "factor of all rewards; M_g undoes the mean over a stream", low=0, high=1e9)
     sigma: float = flag(1e-2, "size of the probes", low=1e-6, high=10)
     project: bool = flag(True, "project stage-2 credit onto the tangent space of the norm it passed")
     tangent: bool = flag(True, "project stage-2 probes onto the tangent space of the norm they pass")
-    center: bool = flag(True, "subtract the mean over streams from wte's rewards; one stream stays as it is")
-    wte_route: str = flag("skip", "wte's receiver: the skip alpha_0 I (Prop. 3), or lm_head once more",
-                          choices=("skip", "head"))
+    center: bool = flag(True, "subtract the mean over streams, if several, from wte's rewards")
+    wte_route: str = flag("skip", "wte's receiver: the skip alpha_0 I (Prop. 3), or lm_head", choices=("skip", "head"))
     filtered_v: bool = flag(True, "pair c_v's credit with the attention-filtered input (Prop. 2)")
     active: str = flag("none", "attention matrices that learn beside c_v and c_proj", choices=("none", "q", "k", "qk"))
     qk_probe: str = flag("decoupled", "probe q and k apart, in one pass, or on alternate steps",
                          choices=("decoupled", "coupled", "multiplexed"))
-    gamma_k: float = flag(0.85, "discount of future queries' rewards in a key's credit; 0: its own position only",
-                          low=0, high=1)
+    gamma_k: float = flag(0.85, "discount of future queries' rewards in a key's credit", low=0, high=1)
     probes: int = flag(1, "probes of q and k averaged before the outer product", low=1, high=4096)
     spherical: bool = flag(True, "c_q and c_k keep their first Frobenius norm")
     unit_rms_qk: bool = flag(True, "scale q and k probes to unit root mean square per head")
@@ -710,25 +675,25 @@ class Rule:
                        choices=("live", "muon_colnorm", "adamw_frobnorm"))
     draws: int = flag(16, "draws K of sr_lnp, and of each site of sr_np (the paper: 4)", low=1, high=2**20)
     hidden_opt: str = flag("muon", "optimizer of the hidden matrices", choices=("muon", "adamw"))
-    hidden_lr: float = flag(0.006, "rate of the hidden matrices", low=0, high=1e10)
-    hidden_beta: float = flag(0.95, "Muon's momentum of the hidden matrices", low=0, high=0.9999)
-    q_lr: float = flag(0.048, "rate of c_q (the paper: 0.006 sqrt(D))", low=0, high=1e10)
-    k_lr: float = flag(0.012, "rate of c_k", low=0, high=1e10)
-    q_beta: float = flag(0.95, "Muon's momentum of c_q", low=0, high=0.9999)
-    k_beta: float = flag(0.98, "Muon's momentum of c_k", low=0, high=0.9999)
-    lm_lr: float = flag(0.008, "rate of lm_head", low=0, high=1e10)
+    hidden_lr: float = flag(0.006, "rate of the hidden matrices", **RATE)
+    hidden_beta: float = flag(0.95, "Muon's momentum of the hidden matrices", **BETA)
+    q_lr: float = flag(0.048, "rate of c_q (the paper: 0.006 sqrt(D))", **RATE)
+    k_lr: float = flag(0.012, "rate of c_k", **RATE)
+    q_beta: float = flag(0.95, "Muon's momentum of c_q", **BETA)
+    k_beta: float = flag(0.98, "Muon's momentum of c_k", **BETA)
+    lm_lr: float = flag(0.008, "rate of lm_head", **RATE)
     lm_pool: str = flag("entrywise", "second moment of lm_head: per entry, or averaged over a row",
                         choices=("entrywise", "row_iso"))
-    lm_beta1: float = flag(0.9, "beta1 of lm_head's AdamW", low=0, high=0.9999)
+    lm_beta1: float = flag(0.9, "beta1 of lm_head's AdamW", **BETA)
     lm_eps: float = flag(1e-4, "epsilon of lm_head's AdamW, outside the root", low=0, high=10)
-    wte_lr: float = flag(0.12, "rate of wte", low=0, high=1e10)
-    ve_lr: float = flag(0.06, "rate of the value embeddings", low=0, high=1e10)
+    wte_lr: float = flag(0.12, "rate of wte", **RATE)
+    ve_lr: float = flag(0.06, "rate of the value embeddings", **RATE)
     lrm_min: float = flag(0.2, "fraction of the initial rates that is left at the end", low=0, high=1)
     adamw_anneal: bool = flag(True, "AdamW's rates fall too, not only Muon's")
-    packets: str = flag("device", "where packets wait: on the device, or in pinned host memory (a CPU's own)",
+    packets: str = flag("device", "where packets wait: on the device, or in host memory",
                         choices=("device", "host"), names=False)
     packet_dtype: str = flag("float32", "precision of what layers leave in a packet", choices=("float32", "bfloat16"))
-    impl: str = flag("auto", "contraction; auto: Triton on CUDA, else torch; outer: the materialising baseline",
+    impl: str = flag("auto", "contraction; auto: Triton on CUDA, else torch; outer: materialised",
                      choices=("auto", "torch", "triton", "outer"), names=False)
     precision: str = flag("ieee", "input precision of the Triton kernels", choices=("ieee", "tf32x3", "tf32", "bf16"))
 

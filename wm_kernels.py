@@ -10,10 +10,9 @@ What does a displaced unit earn from the credit above it?
     signs             the probes xi = +-1, any range of rows again from (seed, row)
 
     impl      how
-    torch     one GEMM u @ W, then the rest in place on blocks of rows that stay in cache; the
-              default on the CPU
+    torch     one GEMM u @ W, the rest in place on blocks of rows in cache; default on the CPU
     triton    one pass: tl.dot tiles in registers, and displacement, group sum and signs in the
-              epilogue; the default on CUDA
+              epilogue; default on CUDA
     outer     the papers' first code: the 3-D tensor [streams, J, I] in memory, streams by the
               chunk; baseline and second reference
 
@@ -21,13 +20,11 @@ What does a displaced unit earn from the credit above it?
     ieee | tf32x3 (triton) | tf32 (CUDA) | bf16 (u and W rounded first)
 
 Shapes: u [N, J] credit above, W [J, I] the weights that read the unit, dy [N, I] the unit's
-displacement, xi [N, I]. All of it runs without autograd. Sums over the vocabulary or the width
-never meet a tensor larger than [N, I].
+displacement, xi [N, I]. All of it runs without autograd.
 """
 # the kernels' annotations name tl, which is imported with the first launch
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 
@@ -52,8 +49,7 @@ def signs(rows, cols, seed, offset=0, device=None, dtype=torch.float32):
 
     Philox4x32-10 (Salmon et al., 2011) with the seed as its 64-bit key and (row, row >> 32,
     column // 128, 0) as its counter; bit k of its 128 output bits, low word first, is the sign of
-    column k of the block, 1 meaning +1. So a row's signs depend on its number only. UserError
-    unless 0 <= seed < 2^63 and offset >= 0.
+    column k of the block, 1 meaning +1. UserError unless 0 <= seed < 2^63 and offset >= 0.
     """
     _check_seed(seed, offset)
     if device is not None and torch.device(device).type == "cuda" and _has_triton():
@@ -63,20 +59,15 @@ def signs(rows, cols, seed, offset=0, device=None, dtype=torch.float32):
 
 def _check_seed(seed, offset):
     if not 0 <= seed < 2**63 or offset < 0:
-        given = f"{seed} and {offset}"
-        raise UserError(f"signs need 0 <= seed < 2^63 and offset >= 0, not {given}")
+        raise UserError(f"signs need 0 <= seed < 2^63 and offset >= 0, not {seed} and {offset}")
 
 
 def philox(counter, key):
-    """10 rounds of Philox: four int64 tensors of 32-bit words.
-
-    counter: four such tensors, key: two integers of 32 bits.
-    """
+    """10 rounds of Philox: four int64 tensors of 32-bit words, from four more and two integers."""
     mask = 0xFFFFFFFF
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57   # 64-bit products; wrapping keeps their bits
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; wrapping keeps their bits
         c0 = (b >> 32).bitwise_and_(mask).bitwise_xor_(c1).bitwise_xor_(k0)
         c2 = (a >> 32).bitwise_and_(mask).bitwise_xor_(c3).bitwise_xor_(k1)
         c1, c3 = b.bitwise_and_(mask), a.bitwise_and_(mask)
@@ -108,10 +99,10 @@ def _expand(bits, cols, dtype):
 
 
 def _sign_rows(xi, rows, cols, device, dtype):
-    """A function (slice of rows) -> signs [*, cols], for xi a tensor or a pair (seed, offset)."""
+    """A function (slice of rows) -> signs [*, cols]; xi: a tensor or a pair (seed, offset)."""
     if isinstance(xi, torch.Tensor):
         return lambda part: xi[part].to(dtype)
-    bits = _philox_bytes(rows, cols, *xi, device)   # 1/32 of what they expand to
+    bits = _philox_bytes(rows, cols, *xi, device)  # 1/32 of what they expand to
     return lambda part: _expand(bits[part], cols, dtype)
 
 
@@ -137,32 +128,25 @@ def wm_reward(u, dy, W, group=1, scale=1.0, impl="auto", precision="ieee"):
     R = product.new_empty(len(dy) // group, dy.size(1))
     for part in _blocks(dy.shape, group):
         streams = slice(part.start // group, part.stop // group)
-        gain = product[part].mul_(dy[part]).unflatten(0, (-1, group))       # [streams, group, I]
+        gain = product[part].mul_(dy[part]).unflatten(0, (-1, group))  # [streams, group, I]
         torch.sum(gain, 1, out=R[streams])
     return R
 
 
-def wm_credit(u, dy, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee", out=None):
+def wm_credit_relu2(u, pre, W, xi, sigma, group=1, **options):
+    """wm_credit at dy = relu(pre + sigma xi)^2 - relu(pre)^2; pre [N, I]: pre-activations."""
+    return wm_credit(u, pre, W, xi, sigma, group, relu2=True, **options)
+
+
+@torch.no_grad()
+def wm_credit(u, dy, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee", out=None,
+              relu2=False):
     """[N, I]: wm_reward of the token's stream times xi / sigma, a unit's own credit (WM 3.2).
 
     xi: the probe's signs [N, I], or a pair (seed, offset) from which signs() regenerates them. out:
     any [N, I] of floating dtype that shares no memory with the inputs; without it a new tensor as
-    of wm_reward. UserError and ValueError as there.
+    of wm_reward. UserError and ValueError as there. relu2: dy holds pre-activations.
     """
-    return _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2=False)
-
-
-def wm_credit_relu2(u, pre, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee",
-                    out=None):
-    """wm_credit at dy = relu(pre + sigma xi)^2 - relu(pre)^2, for relu^2 units; needs sigma > 0.
-
-    pre [N, I]: their pre-activations.
-    """
-    return _credit(u, pre, W, xi, sigma, group, scale, impl, precision, out, relu2=True)
-
-
-@torch.no_grad()
-def _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2):
     work = _check(u, dy, W, group, xi, out)
     if not sigma > 0:
         raise UserError(f"sigma {sigma}: a probe needs a size above 0")
@@ -186,9 +170,9 @@ def _credit(u, dy, W, xi, sigma, group, scale, impl, precision, out, relu2):
         if group > 1 and relu2:
             p.mul_(xi)
         if group > 1:
-            p = p.unflatten(0, (-1, group))                                 # [streams, group, I]
+            p = p.unflatten(0, (-1, group))  # [streams, group, I]
             p.copy_(p.sum(1, keepdim=True).expand(p.shape))
-        if group > 1 or not relu2:   # else the sign of the displacement meets itself
+        if group > 1 or not relu2:  # else the sign of the displacement meets itself
             product[part].mul_(xi)
         if product is not out:
             out[part] = product[part]
@@ -199,8 +183,7 @@ def relu2_gain(pre, xi, sigma):
     """xi (b^2 - a^2) for a = relu(pre), b = relu(pre + sigma xi), xi = +-1: never negative.
 
     As xi (b - a)(b + a) with xi (b - a) = clamp(pre + max(sigma xi, 0), 0, sigma) no nearly equal
-    numbers are subtracted; in float32 the plain formula keeps only the digits that survive sigma
-    against pre.
+    numbers are subtracted, which would cost digits in float32.
     """
     step = xi * sigma
     total = (pre + step).clamp_min_(0).add_(pre.clamp_min(0))
@@ -208,23 +191,21 @@ def relu2_gain(pre, xi, sigma):
 
 
 def _check(u, dy, W, group, xi=None, out=None):
-    """The dtype to work in, after refusing what does not fit together."""
+    """The dtype to work in; errors for what does not fit together."""
     matrices = u.dim() == W.dim() == 2
     if not matrices or dy.shape != (u.size(0), W.size(1)) or u.size(1) != W.size(0):
         given = f"u {list(u.shape)}, dy {list(dy.shape)}, W {list(W.shape)}"
         raise ValueError(f"shapes {given} are not [N, J], [N, I], [J, I]")
     for name, z in (("xi", xi), ("out", out)):
         if isinstance(z, torch.Tensor) and z.shape != dy.shape:
-            raise ValueError(f"{name} {list(z.shape)} has not the shape {list(dy.shape)} "
-                             "of the displacement")
+            raise ValueError(f"{name} {list(z.shape)} has not dy's shape {list(dy.shape)}")
     if group < 1 or len(u) % group:
-        raise UserError(f"streams of {group} tokens do not divide the {len(u)} tokens; "
-                        "choose a divisor")
+        raise UserError(f"streams of {group} tokens do not divide the {len(u)} tokens")
     return functools.reduce(torch.promote_types, (dy.dtype, W.dtype, torch.float32), u.dtype)
 
 
 def choose_impl(impl, precision, device, work):
-    """torch, triton or outer, after refusing what it cannot do."""
+    """torch, triton or outer; UserError for what it cannot do."""
     if impl not in IMPLS or precision not in PRECISIONS:
         known = f"{' '.join(IMPLS)} and {' '.join(PRECISIONS)}"
         raise UserError(f"impl {impl}, precision {precision}: choose from {known}")
@@ -232,24 +213,25 @@ def choose_impl(impl, precision, device, work):
     if impl == "auto":
         impl = "triton" if on_cuda and work == torch.float32 and _has_triton() else "torch"
     if impl == "triton":
+        reason = ""
         if not _has_triton():
-            install = "pip install triton, Linux only"
-            raise UserError(f"impl triton: triton is not installed ({install}); use impl torch")
-        if not on_cuda and not interpreted():
-            raise UserError(f"impl triton needs a CUDA device, not {device.type}; use impl torch")
-        if work != torch.float32:
-            raise UserError("impl triton works in float32; use impl torch for float64")
+            reason = "is not installed (pip install triton, Linux only)"
+        elif not on_cuda and not interpreted():
+            reason = f"needs a CUDA device, not {device.type}"
+        elif work != torch.float32:
+            reason = "works in float32 only"
+        if reason:
+            raise UserError(f"impl triton {reason}; use impl torch")
     torch_precisions = ("ieee", "bf16", "tf32") if on_cuda else ("ieee", "bf16")
     allowed = {"torch": torch_precisions, "outer": ("ieee",), "triton": PRECISIONS}[impl]
     if precision not in allowed:
-        where = f"impl {impl} on {device.type}"
-        raise UserError(f"precision {precision} is not to be had from {where}; "
-                        f"choose from {' '.join(allowed)}")
+        raise UserError(f"precision {precision} is not to be had from impl {impl} on "
+                        f"{device.type}; choose from {' '.join(allowed)}")
     return impl
 
 
 def _blocks(shape, group):
-    """Slices of rows: whole streams, together no larger than the cache (or one stream)."""
+    """Slices of rows: whole streams that fit into the cache, or one stream."""
     rows = max(1, CACHED // max(1, shape[1]) // group) * group
     return [slice(a, min(a + rows, shape[0])) for a in range(0, shape[0], rows)]
 
@@ -273,14 +255,11 @@ def _product(u, W, alpha, precision, out):
 
 
 def _outer(u, dy, W, group, scale, work):
-    """wm_reward by way of the tensor [streams, J, I] of u outer dy, a chunk of streams at a time.
-
-    WM 3.5, before its kernels.
-    """
+    """wm_reward by way of the tensor [streams, J, I] of u outer dy (WM 3.5, before its kernels)."""
     u, dy, W = (z.to(work) for z in (u, dy, W))
     R = dy.new_empty(len(u) // group, dy.size(1))
     chunk = max(1, min(OUTER_STREAMS, OUTER_BYTES // max(1, W.numel() * W.element_size())))
-    pairs = W.new_empty(min(chunk, len(R)), *W.shape)                       # [streams, J, I]
+    pairs = W.new_empty(min(chunk, len(R)), *W.shape)  # [streams, J, I]
     for a in range(0, len(R), chunk):
         some, part = pairs[:len(R) - a], slice(a * group, (a + chunk) * group)
         above, moved = (z[part].unflatten(0, (-1, group)) for z in (u, dy))  # [streams, group, .]
@@ -297,10 +276,7 @@ tl = None   # triton.language, once _kernels() has run
 
 
 def _tile_signs(seed, row, first, BI: tl.constexpr):
-    """signs() of the rows [BN] (int64) and BI columns from `first` on: float32 [BN, BI].
-
-    `first` is a multiple of BI.
-    """
+    """signs() of rows [BN] (int64) and columns first, ..., a multiple of BI: float32 [BN, BI]."""
     zero = (row * 0).to(tl.uint32)
     low, high = (row & 0xFFFFFFFF).to(tl.uint32), (row >> 32).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, low, high, zero + (first // 128).to(tl.uint32), zero)
@@ -312,10 +288,7 @@ def _tile_signs(seed, row, first, BI: tl.constexpr):
 
 def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.constexpr,
                   WIDEN: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
-    """u @ W at rows [BN] and columns [BI], summed in float32.
-
-    WIDEN: multiply 16-bit numbers as float32, with the same result.
-    """
+    """u @ W at rows [BN] and columns [BI] in float32; WIDEN: multiply 16-bit numbers so, too."""
     j = tl.arange(0, BJ).to(tl.int64)
     step = tl.full((), BJ, tl.int64)
     u_at = u + row[:, None] * su0 + j[None, :] * su1
@@ -328,7 +301,7 @@ def _tile_product(u, W, row, col, N, J, I, su0, su1, sw0, sw1, PRECISION: tl.con
         if PRECISION == "bf16":
             a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         if a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16 and not WIDEN:
-            total = tl.dot(a, b, total)   # products of 16-bit numbers are exact in float32
+            total = tl.dot(a, b, total)  # products of 16-bit numbers are exact in float32
         else:
             total = tl.dot(a.to(tl.float32), b.to(tl.float32), total,
                            input_precision="ieee" if PRECISION == "bf16" else PRECISION)
@@ -355,7 +328,7 @@ def _tile_reward(u, dy, W, xi, row, first, N, J, I, seed, offset, sigma,
         sign = _tile_signs(seed, row + offset, first, BI)
     else:
         sign = tl.zeros((BN, BI), tl.float32)
-    if RELU2:   # relu2_gain, times the sign
+    if RELU2:  # relu2_gain, times the sign
         after = tl.maximum(moved + sigma * sign, 0.0, propagate_nan=tl.PropagateNan.ALL)
         total = after + tl.maximum(moved, 0.0)
         step = tl.maximum(moved + tl.maximum(sigma * sign, 0.0), 0.0)
@@ -369,8 +342,8 @@ def _contract(u, dy, W, xi, out, N, J, I, seed: tl.int64, offset: tl.int64, mult
               BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
     """out = the reward [N / GROUP, I] where XI is none, else the credit [N, I], times mult.
 
-    A program has whole streams of one strip of columns: BN rows of them when GROUP divides BN, else
-    one stream, BN rows at a time.
+    A program has BI columns of BN rows of whole streams, or where GROUP does not divide BN of one
+    stream, BN rows at a time.
     """
     program = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * BI
@@ -435,23 +408,16 @@ TILES = (
 
 
 def tiles_for(shared, u_bytes, W_bytes):
-    """The rows of TILES that fit into the `shared` bytes of a block.
-
-    Their stages of u and W, of so many bytes a number, have to, and their result.
-    """
-    def bytes_of(n, i, j, warps, stages):
-        return max(stages * j * (n * u_bytes + i * W_bytes), 4 * n * i)
-    return [tile for tile in TILES if bytes_of(*tile) <= shared]
+    """The rows of TILES whose stages of u and W, and whose result, fit into `shared` bytes."""
+    return [(n, i, j, warps, stages) for n, i, j, warps, stages in TILES
+            if max(stages * j * (n * u_bytes + i * W_bytes), 4 * n * i) <= shared]
 
 
 def _prune(configs, args, **_):
     """Autotune only what fits the chip."""
     shared = torch.cuda.get_device_properties(args["u"].device).shared_memory_per_block_optin
     tiles = tiles_for(shared, args["u"].element_size(), args["W"].element_size())
-
-    def tile_of(c):
-        return c.kwargs["BN"], c.kwargs["BI"], c.kwargs["BJ"], c.num_warps, c.num_stages
-    return [c for c in configs if tile_of(c) in tiles]
+    return [c for c in configs if (*c.kwargs.values(), c.num_warps, c.num_stages) in tiles]
 
 
 @functools.cache
@@ -476,9 +442,9 @@ def _kernels():
     if not interpreted():
         configs = [triton.Config(dict(BN=n, BI=i, BJ=j), num_warps=w, num_stages=s)
                    for n, i, j, w, s in TILES]
-        key = ["N", "J", "I", "GROUP", "XI", "RELU2", "PRECISION"]
-        prune = dict(early_config_prune=_prune)
-        contract = triton.autotune(configs, key=key, prune_configs_by=prune)(contract)
+        contract = triton.autotune(
+            configs, key=["N", "J", "I", "GROUP", "XI", "RELU2", "PRECISION"],
+            prune_configs_by=dict(early_config_prune=_prune))(contract)
     return contract, jit(_write_signs)
 
 
@@ -495,16 +461,14 @@ def _launch(u, dy, W, group, scale, precision, xi=None, sigma=1.0, out=None, rel
     if not out.numel():
         return out
     contract, _ = _kernels()
-    seed, offset, signs_at, kind = 0, 0, dy, "seed"   # dy stands for signs that are not read
-    if xi is None:
-        kind = "none"
-    elif isinstance(xi, torch.Tensor):
+    seed, offset, signs_at, kind = 0, 0, dy, "none"  # dy stands for signs that are not read
+    if isinstance(xi, torch.Tensor):
         kind, signs_at = "tensor", xi
-    else:
-        seed, offset = xi
-    strides = [step for z in (u, dy, W, signs_at, out) for step in z.stride()]
-    mult = scale / group / sigma
-    args = (u, dy, W, signs_at, out, N, u.size(1), I, seed, offset, mult, sigma, *strides)
+    elif xi is not None:
+        kind, (seed, offset) = "seed", xi
+    tensors = u, dy, W, signs_at, out
+    strides = [step for z in tensors for step in z.stride()]
+    args = (*tensors, N, u.size(1), I, seed, offset, scale / group / sigma, sigma, *strides)
     # the interpreter multiplies no bfloat16
     flags = dict(GROUP=group, XI=kind, RELU2=relu2, PRECISION=precision, WIDEN=interpreted())
     if interpreted():
@@ -513,21 +477,17 @@ def _launch(u, dy, W, group, scale, precision, xi=None, sigma=1.0, out=None, rel
     def grid(tile):
         rows = tile["BN"] if tile["BN"] % group == 0 else group
         return -(-N // rows), -(-I // tile["BI"])
-    with _on(u.device):
+    with torch.cuda.device_of(u):
         contract[grid](*args, **flags)
     return out
 
 
 def _launch_signs(rows, cols, seed, offset, device, dtype):
-    """signs() by the Triton kernel."""
     out = torch.empty(rows, cols, device=device, dtype=dtype)
     if out.numel():
         _, write = _kernels()
         grid = -(-rows // 32), -(-cols // 128)
-        with _on(out.device):
+        with torch.cuda.device_of(out):
             write[grid](out, rows, cols, seed, offset, *out.stride(), BN=32, BI=128, num_warps=4)
     return out
 
-
-def _on(device):
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

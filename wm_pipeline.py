@@ -10,7 +10,7 @@ rewards are built, and so which weights they read: those before the update of th
     both_pre      stage 1 of t - 1                             stage 2 of t
     origin        -                                            stages 2 and 1 of t
 """
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,14 +44,13 @@ def check_model(cfg, rule):
         needs.update(NEEDS[part])
     if "layers" in method.learns:
         needs["qk_scale"] = "head" if rule.head_temp else "none"
+    if not cfg.softcap > 0:
+        needs["softcap"] = "above 0"
     for name, value in needs.items():
         found = getattr(cfg, name)
         if found != value:
             why = f"its credit is derived for {name} {value}"
             raise UserError(f"--method {rule.method}: the model has {name} {found}, but {why}")
-    if not cfg.softcap > 0:
-        why = "the slope at its head is derived for softcap above 0"
-        raise UserError(f"--method {rule.method}: the model has softcap {cfg.softcap}, but {why}")
 
 
 # ---- packets ----
@@ -60,11 +59,11 @@ def check_model(cfg, rule):
 class Packet:
     """What the forward pass of one micro-batch leaves for later stages.
 
-    idx [B, T] ids. key, first: name of the micro-batch, from which the signs of its probes are
-    drawn, and the number of its first token among those of all ranks. step: when it was made.
-    s [N, V]: see head_scores(). x_L, x_final [N, C]: state before and after the final norm. e, x0
-    [N, C]: rows of wte before and after the first norm. layers: a dict of [B, T, ...] tensors each
-    (LAYER_KEYS). bus [N, C]: credit at x_L, once stage 2 has it. What no later stage reads is None.
+    idx [B, T] ids. key: name of the micro-batch, from which the signs of its probes are drawn.
+    first: number of its first token among those of all ranks. step: when it was made. layers: a
+    dict of [B, T, ...] tensors each (LAYER_KEYS). s [N, V]: see head_scores(). x_L, x_final [N, C]:
+    state before and after the final norm. e, x0 [N, C]: rows of wte before and after the first
+    norm. bus [N, C]: credit at x_L, once stage 2 has it. What no later stage reads is None.
     """
     idx: torch.Tensor
     key: str
@@ -77,11 +76,10 @@ class Packet:
     e: torch.Tensor = None
     x0: torch.Tensor = None
     bus: torch.Tensor = None
-    paid_by: "Packet" = None   # the packet its rewards come from, if that is another one
+    paid_by: "Packet" = None   # where rewards come from, if not from itself (mismatched_origin)
 
     @property
     def source(self):
-        """The packet its rewards come from: itself, but for the mismatched_origin control."""
         return self if self.paid_by is None else self.paid_by
 
     @property
@@ -98,53 +96,46 @@ class Packet:
         return signs(self.tokens, cols, seed, first, device=like.device, dtype=like.dtype)
 
     def read(self, name, like):
-        """The tensor of this name, on the device and in the precision of `like`."""
         return ready(getattr(self, name), like)
 
     def layer(self, i, like, keys=None):
-        """Layer i (only `keys` of it), on the device and in the precision of `like`."""
+        """{name: tensor} of layer i, on the device and in the precision of `like`."""
         kept = self.layers[i]
         return {name: ready(kept[name], like) for name in keys or kept}
 
     def stow(self, rule, pinned):
-        """Keep only what later stages read, in the packets' precision, and where packets wait."""
-        unused = set() if rule.probes_attention else {"v"}
-        in_host = rule.packets == "host"
+        """Keep only what later stages read, in the precision and the place of packets."""
+        unused, in_host = set(), rule.packets == "host"
+        if not rule.probes_attention:
+            unused.add("v")
         small = rule.packet_dtype != "float32" or self.layers[0]["pre"].dtype == torch.bfloat16
         if in_host or small:
-            # made again from the pre-activation: such packets are meant to be small, and
-            # --packets must not change a bfloat16 run
+            # made again from the pre-activation, so that --packets changes no bfloat16 run either
             unused.add("hidden")
 
         def place(t):
             t = t.to(torch.bfloat16) if rule.packet_dtype == "bfloat16" else t
             return pinned.put(t) if in_host and self.idx.is_cuda else t
 
-        kept = [{k: t for k, t in layer.items() if k not in unused} for layer in self.layers]
-        self.layers = [each_tensor(layer, place) for layer in kept]
+        for i, layer in enumerate(self.layers):
+            self.layers[i] = {k: place(t) for k, t in layer.items() if k not in unused}
         if self.s is not None:
             self.s = place(self.s)
-        return self
 
     def forget(self, stage, rule, pinned):
         """Drop what no stage after this one reads."""
-        gone = []
+        done = LAYER_KEYS
         if stage == 2:
-            gone.append(self.s)
+            pinned.give_back(self.s)
             self.s = self.x_L = self.x_final = self.e = self.x0 = None
             done = ("hidden",) if rule.probes_attention else ("hidden", "y")
-            for layer in self.layers:
-                gone += [layer.pop(k) for k in done if k in layer]
-        else:
-            gone += [t for layer in self.layers for t in layer.values()]
-        for t in gone:
-            pinned.give_back(t)
+        for layer in self.layers:
+            for name in done:
+                pinned.give_back(layer.pop(name, None))
 
     def as_dict(self):
         """{field: value} of what is there: tensors and plain values."""
-        names = [f.name for f in fields(self) if f.name != "paid_by"]
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def ready(t, like):
@@ -176,25 +167,24 @@ class Pinned:
         return buffer.copy_(t, non_blocking=True)
 
     def give_back(self, t):
-        if t.is_pinned():
+        if t is not None and t.is_pinned():
             self.free.setdefault((t.shape, t.dtype), []).append(t)
 
 
 def forward(model, idx, targets, key, step=0, first=0):
-    """Run a micro-batch idx, targets [B, T]: (Packet, summed nats, head gradient [V, C]).
+    """Run idx, targets [B, T]: (Packet, summed nats, gradient [V, C] of the mean loss at the head).
 
-    key, step, first: see Packet. The head gradient is that of the micro-batch's mean loss.
+    key, step, first: see Packet.
     """
     trace, e = {}, model.wte(idx)
     x_L = model.trunk(idx, e, None, trace).flatten(0, 1)
     x_final = norm(x_L)
-    W, softcap = model.lm_head.weight, model.cfg.softcap
-    s, nats, grad = head_scores(x_final, W, targets.flatten(), softcap)
-    layers = []
-    for layer in trace["layers"]:
-        layers.append({k: layer[k] for k in LAYER_KEYS if layer.get(k) is not None})
-    packet = Packet(idx, key, first, step, layers, s, x_L, x_final, e=e.flatten(0, 1),
-                    x0=trace["x0"].flatten(0, 1))
+    head = model.lm_head.weight
+    s, nats, grad = head_scores(x_final, head, targets.flatten(), model.cfg.softcap)
+    layers = [{k: layer[k] for k in LAYER_KEYS if layer.get(k) is not None}
+              for layer in trace["layers"]]
+    e, x0 = e.flatten(0, 1), trace["x0"].flatten(0, 1)
+    packet = Packet(idx, key, first, step, layers, s, x_L, x_final, e, x0)
     return packet, nats.sum(), grad
 
 
@@ -203,10 +193,8 @@ def forward(model, idx, targets, key, step=0, first=0):
 class Pipeline:
     """The pseudo-gradients of any --method, in time: optimizer, packets and what waits.
 
-    rule: a wm.Rule, its streams those of this rank's share. `state_dict` holds all in flight.
-    Of each step, in order: build, forward and take for every micro-batch, build of this batch,
-    install, the optimizer's step, keep_norms. UserError for a model that the method's formulas do
-    not describe.
+    rule: a wm.Rule, its streams those of this rank's share. UserError for a model that the method's
+    formulas do not describe. step() shows the order of the calls.
     """
 
     def __init__(self, model, rule, seed, rank=0, world=1):
@@ -221,23 +209,20 @@ class Pipeline:
         self.optimizer = make_optimizer(model, rule, rank, world)
         self.readers = make_readers(self.optimizer, rule)
         self.packets, self.waiting, self.pinned = {}, {2: {}, 1: {}}, Pinned()
-        self.norms = {}
-        for name, p in self.weights.items():
-            if rule.spherical and (".c_q." in name or ".c_k." in name):
-                self.norms[name] = p.norm().item()
+        on_sphere = (".c_q.", ".c_k.") if rule.spherical else ()
+        self.norms = {name: p.norm().item() for name, p in self.weights.items()
+                      if any(part in name for part in on_sphere)}
 
     def build(self, step, this_batch=False):
-        """Build the rewards that are due in this step, and add them to what waits.
-
-        Before the forward pass those of earlier batches; after it, with this_batch, the others.
-        """
+        """Build the rewards that are due: before the forward pass, or with this_batch after it."""
         assert not torch.is_grad_enabled()
-        ages = self.method.ages or dict(zip((2, 1), CLOCKS[self.rule.clock]))
+        ages = dict(zip((2, 1), CLOCKS[self.rule.clock]))
         for stage in self.method.stages:
-            after_forward = self.method.late or ages[stage] == 0
+            age = min(ages[stage], self.delays[stage])
+            after_forward = self.method.late or age == 0
             if after_forward != this_batch:
                 continue
-            origin = step - ages[stage]
+            origin = step - age
             due = self.packets.get(origin, [])
             payers = self.packets.get(step, []) if self.method.late else due
             for packet, payer in zip(due, payers):
@@ -260,18 +245,21 @@ class Pipeline:
     def take(self, packet, targets, micros):
         """Keep the packet of one of the step's micro-batches, or find its gradients at once."""
         if self.method.stages:
-            kept = packet.stow(self.rule, self.pinned)
-            self.packets.setdefault(packet.step, []).append(kept)
+            self._keep(packet)
         elif self.method.gradients:
             grads = self.method.gradients(self.model, packet, targets, self.rule)
             self._add(2, packet.step, grads, micros)
 
+    def _keep(self, packet):
+        packet.stow(self.rule, self.pinned)
+        self.packets.setdefault(packet.step, []).append(packet)
+
     def _add(self, stage, origin, grads, micros):
-        """Add a micro-batch's share to the pseudo-gradients of batch `origin` that wait."""
+        """Add a micro-batch's share to what waits of batch `origin`."""
         total = self.waiting[stage].setdefault(origin, {})
         for name, g in grads.items():
-            g = g if micros == 1 else g / micros
-            total[name] = total[name] + g if name in total else g
+            share = g / micros
+            total[name] = total[name] + share if name in total else share
 
     def install(self, step, head):
         """Give the weights what is due: the head its gradient, the stages those of their age."""
@@ -286,49 +274,37 @@ class Pipeline:
         for name, norm0 in self.norms.items():
             retract_spherical_(self.weights[name], norm0)
 
-    def step(self, step, steps, batches, autocast=None):
+    def step(self, step, steps, batches):
         """One step of train_wm.train() on the micro-batches [(idx, targets), ...]; the mean loss.
 
         batches: this rank's rows of each micro-batch, a consecutive slice. For audits and tests.
         """
-        autocast = autocast or common.autocast(torch.device("cpu"), torch.float32)
+        mean_loss, head, micros = 0.0, 0.0, len(batches)
         set_rates(self.optimizer, step, steps, self.rule)
         self.optimizer.zero_grad()
         if self.method.autograd:
-            loss = self._backward(batches, autocast)
+            for idx, targets in batches:
+                loss = self.model(idx, targets)
+                (loss / micros).backward()
+                mean_loss += loss.item() / micros
         else:
             with torch.no_grad():
-                loss = self._forward_only(step, batches, autocast)
+                self.build(step)
+                for micro, (idx, targets) in enumerate(batches):
+                    key, first = f"{self.seed}/{step}/{micro}", self.rank * idx.numel()
+                    packet, nats, grad = forward(self.model, idx, targets, key, step, first)
+                    self.take(packet, targets, micros)
+                    head = head + grad / micros
+                    mean_loss += nats.item() / idx.numel() / micros
+                self.build(step, this_batch=True)
+                self.install(step, head)
         self.optimizer.reduce_gradients()
         self.optimizer.step()
         self.keep_norms()
-        return loss
-
-    def _backward(self, batches, autocast):
-        mean_loss = 0.0
-        for idx, targets in batches:
-            with autocast:
-                loss = self.model(idx, targets)
-            (loss / len(batches)).backward()
-            mean_loss += loss.item() / len(batches)
-        return mean_loss
-
-    def _forward_only(self, step, batches, autocast):
-        mean_loss, head, micros = 0.0, 0.0, len(batches)
-        self.build(step)
-        for micro, (idx, targets) in enumerate(batches):
-            key, first = f"{self.seed}/{step}/{micro}", self.rank * idx.numel()
-            with autocast:
-                packet, nats, grad = forward(self.model, idx, targets, key, step, first)
-            self.take(packet, targets, micros)
-            head = head + grad / micros
-            mean_loss += nats.item() / idx.numel() / micros
-        self.build(step, this_batch=True)
-        self.install(step, head)
         return mean_loss
 
     def state_dict(self):
-        """Optimizer, packets in flight and pseudo-gradients that wait: tensors and plain values.
+        """All that is in flight: tensors and plain values.
 
         They are the whole batch's, not this rank's, so that a run can go on with another number of
         ranks: every rank must call this.
@@ -341,16 +317,14 @@ class Pipeline:
         def whole(t):
             return common.all_rows(t.to(device), self.world).cpu()
 
-        def mean(t):
-            return common.all_mean(t, self.world)
-
         if self.world > 1:
-            packets, waiting = each_tensor(packets, whole), each_tensor(waiting, mean)
+            packets = each_tensor(packets, whole)
+            waiting = each_tensor(waiting, lambda t: common.all_mean(t, self.world))
         return {"optimizer": self.optimizer.state_dict(), "packets": packets, "waiting": waiting,
                 "norms": self.norms}
 
     def load_state_dict(self, state):
-        """Take up what state_dict() returned: of packets this rank's rows."""
+        """Take up what state_dict() returned, of packets this rank's rows."""
         self.optimizer.load_state_dict(state["optimizer"])
         device = self.model.lm_head.weight.device
 
@@ -358,10 +332,10 @@ class Pipeline:
             return t.chunk(self.world)[self.rank].to(device)
 
         self.packets = {}
-        for step, saved in each_tensor(state["packets"], own_rows).items():
-            some = [Packet(**values) for values in saved]
-            for packet in some:
+        for saved in each_tensor(list(state["packets"].values()), own_rows):
+            for values in saved:
+                packet = Packet(**values)
                 packet.first = self.rank * packet.tokens
-            self.packets[step] = [p.stow(self.rule, self.pinned) for p in some]
+                self._keep(packet)
         self.waiting = each_tensor(state["waiting"], lambda t: t.to(device))
         self.norms = dict(state["norms"])

@@ -28,10 +28,9 @@ def plain_loss(x, weight, targets, softcap=0.0, reduction="mean"):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """(sum of nats times scale, nats [N]), in chunks, with the gradient in the forward pass.
+    """(sum of nats times scale, nats [N]); the gradients, too, while a chunk's logits are in cache.
 
-    For one scalar loss the gradients can be finished while a chunk's logits are still in cache, and
-    scaled in backward.
+    Backward only scales them.
     """
 
     @staticmethod
@@ -83,12 +82,11 @@ def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None, 
         flat, weight = flat.detach(), weight.detach()
     chunk = chunk or max(1, LOSS_CHUNK_ELEMENTS // weight.size(0) * (16 if x.is_cuda else 1))
     if reduction == "none" and (flat.requires_grad or weight.requires_grad):
-        loss = _recomputed_nats(flat, weight, y, softcap, chunk).view(targets.shape)
-        return (loss, loss.detach()) if with_nats else loss
-    n = (y >= 0).sum() if reduction == "mean" else torch.ones((), device=x.device)
-    acc = torch.promote_types(x.dtype, torch.float32)
-    scale = (1 / n.to(acc)).expand(len(flat))
-    total, nats = _ChunkedLoss.apply(flat, weight, y, softcap, scale, chunk)
+        nats = _recomputed_nats(flat, weight, y, softcap, chunk)
+    else:
+        n = (y >= 0).sum() if reduction == "mean" else torch.ones((), device=x.device)
+        scale = (1 / n.to(torch.promote_types(x.dtype, torch.float32))).expand(len(flat))
+        total, nats = _ChunkedLoss.apply(flat, weight, y, softcap, scale, chunk)
     nats = nats.view(targets.shape)
     loss = nats if reduction == "none" else total
     return (loss, nats.detach()) if with_nats else loss

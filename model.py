@@ -1,7 +1,6 @@
 """The model: one GPT, one frozen GPTConfig; every variant is a flag of the config.
 
-Two sizes to start from: GPTConfig.backbone(depth), the OE/WM model, and GPTConfig.modern(), the
-ablation model. Every flag works on both.
+Two sizes to start from, with every flag: GPTConfig.backbone(depth) and GPTConfig.modern().
 
     variant              paper      what it does
     oe_m > 0             OE 2.1 A   four hashed bigram/trigram tables join the token embedding
@@ -51,8 +50,7 @@ from loss import capped_logits, chunked_loss, update_averages_
 VE_GATE_CHANNELS = 32            # the value-embedding gate reads this many channels of its input
 BALANCE_COEFFICIENT = 0.01       # of the routers' balance losses (ABL 5)
 HIGHWAY_BIAS = -2.0              # carry first, as in the Highway paper
-# of init "normal", as in GPT-2, without its scaling by depth, which ABL 16 finds missing
-NORMAL_STD = 0.02
+NORMAL_STD = 0.02                # of init "normal", as in GPT-2, without its scaling by depth
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class GPTConfig:
     embed_norm: bool = True        # x0 = norm(w + e), otherwise x0 = w + e
     x0_skip: bool = True           # x <- resid_lambda x + x0_lambda x0 before every layer
     value_embeds: bool = True
-    init: str = "uniform"          # the backbone's initial draws, or normal
+    init: str = "uniform"          # or normal
     moe_experts: int = 4
     moe_top_k: int = 1
     moe_expert_hidden: str = "full"   # an expert is as wide as the dense layer; split: its share
@@ -100,7 +98,7 @@ class GPTConfig:
 
     @classmethod
     def backbone(cls, depth, head_dim=128, **kw):
-        """The OE/WM backbone: width 64 * depth rounded up to a multiple of head_dim."""
+        """The OE/WM model: width 64 * depth rounded up to a multiple of head_dim."""
         if depth < 1 or head_dim < 1:
             raise UserError(f"depth {depth} and head_dim {head_dim} must be at least 1")
         n_head = -(-64 * depth // head_dim)
@@ -132,13 +130,10 @@ class GPTConfig:
         yield self.n_embd % self.n_head, heads
         yield self.pos == "rope" and odd, heads + " of even width (rotary planes are pairs)"
         yield (self.oe_m < 0 or self.oe_m and self.n_embd % 4,
-               "oe_m {oe_m} with n_embd {n_embd}: "
-               "oe_m must be 0 (off) or positive, and n_embd a multiple of 4")
+               "oe_m {oe_m} must be 0 (off) or positive, and n_embd {n_embd} a multiple of 4")
         yield (self.value_embeds and self.n_embd < VE_GATE_CHANNELS,
-               f"n_embd {self.n_embd} is below the {VE_GATE_CHANNELS} channels "
-               "that the value-embedding gate reads")
-        yield (not self.shared_eps > 0,
-               "shared_eps {shared_eps} must be positive (the paper uses 1e-6 and 2^-23)")
+               f"value_embeds needs an n_embd of {VE_GATE_CHANNELS} or more, not {{n_embd}}")
+        yield not self.shared_eps > 0, "shared_eps {shared_eps} must be positive"
         yield (self.norm_eps is not None and not self.norm_eps >= 0,
                "norm_eps {norm_eps} must be at least 0")
         yield not 0 <= self.dropout < 1, "dropout {dropout} must be at least 0 and below 1"
@@ -146,8 +141,7 @@ class GPTConfig:
         yield (moe and not 1 <= self.moe_top_k <= self.moe_experts,
                "moe_top_k {moe_top_k} must be 1 to moe_experts {moe_experts}")
         yield (moe and self.moe_expert_hidden == "split" and self.hidden % self.moe_experts,
-               "the hidden width {hidden} does not split into {moe_experts} experts; "
-               "set ffn_hidden to a multiple")
+               "the hidden width {hidden} does not split into {moe_experts} experts")
 
     def _conflicts(self):
         """The same of every pair of flags."""
@@ -169,8 +163,7 @@ class GPTConfig:
         yield (self.router_progress and self.moe_experts == 1,
                "router_progress needs two experts to choose from")
         yield (self.qk_scale in ("full", "masked") and not rope,
-               "qk_scale {qk_scale} scales rotary planes and needs pos rope; "
-               "qk_scale head does not")
+               "qk_scale {qk_scale} scales rotary planes and needs pos rope; head does not")
         yield (self.wte_route != "fused" and not (self.embed_norm and self.x0_skip),
                "wte_route {wte_route} needs embed_norm and x0_skip: its anchor is a part of x0")
         yield (self.norm_eps is not None
@@ -236,10 +229,7 @@ def rotary_tables(length, head_dim, base):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x [B, T, H, D] by cos and sin [T, D/2].
-
-    Half-split layout: plane c couples channels c and c + D/2.
-    """
+    """x [B, T, H, D] turned by cos and sin [T, D/2]; plane c couples channels c and c + D/2."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
@@ -255,10 +245,7 @@ def alibi_slopes(n_head):
 
 
 def alibi_bias(pos, n_head, age):
-    """What positions add to the logits, float32 [H, T, T]; the future is up to the mask.
-
-    age [T, T]: query minus key position.
-    """
+    """What positions add to the logits, float32 [H, T, T]; age [T, T]: query minus key position."""
     if pos == "alibi":
         return -alibi_slopes(n_head).to(age.device)[:, None, None] * age
     reach = torch.arange(1, n_head + 1, device=age.device)[:, None, None].expand(-1, *age.shape)
@@ -269,10 +256,7 @@ def alibi_bias(pos, n_head, age):
 # ---- dropout ----
 
 def drop(x, p):
-    """F.dropout(x, p); on a CPU with p a multiple of 2^-16 and 16 random bits an element.
-
-    torch's own draws would take a sixth of a step there.
-    """
+    """F.dropout(x, p), on a CPU from 16 random bits an element: torch's take a sixth of a step."""
     if x.device.type != "cpu" or not p:
         return F.dropout(x, p)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2**63, None)
@@ -436,7 +420,7 @@ def dense(act):
 def gated(act):
     """The entry of FFN for an MLP with this activation on its gate."""
     entry = partial(MLP, act=act, gated=True)
-    entry.gated = True  # GPTConfig.hidden asks
+    entry.gated = True   # GPTConfig.hidden asks
     return entry
 
 
@@ -463,8 +447,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """A token's k most probable of E SwiGLU experts, weighted by these probabilities as they are.
 
-    After a training forward `balance` holds the Switch loss E sum_e f_e P_e: f_e the share of the
-    assignments, P_e the mean probability.
+    After a training forward `balance` is E sum_e f_e P_e: share of assignments, mean probability.
     """
     gated = True
 
@@ -477,8 +460,7 @@ class MoE(nn.Module):
         self.drop, self.balance, self.chosen = Dropout(cfg.dropout), None, None
         self.router = nn.Linear(cfg.n_embd, n, bias=False)
         self.router.weight.requires_grad_(not self.frozen)
-        self.c_fc = Experts(n, cfg.n_embd, width, cfg.bias)
-        self.c_gate = Experts(n, cfg.n_embd, width, cfg.bias)
+        self.c_fc, self.c_gate = (Experts(n, cfg.n_embd, width, cfg.bias) for _ in range(2))
         self.c_proj = Experts(n, width, cfg.n_embd, cfg.bias)
         # mean nats of an expert's tokens: fast and slow averages, and whether there are any yet
         self.register_buffer("averages", torch.zeros(3, n) if self.strength else None)
@@ -491,10 +473,9 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def observe(self, nats, counts):
-        """Take in the losses nats [B, T] of the last forward pass, where counts [B, T] is true."""
-        chosen, dtype = self.chosen.flatten(), self.averages.dtype
-        pairs = (z.reshape(-1, 1).expand(-1, self.top_k).flatten() for z in (nats, counts))
-        each, kept = (z.to(dtype) for z in pairs)  # [N k]
+        """Take in the nats [B, T] of the last forward pass, where counts [B, T] is true."""
+        chosen, k, dtype = self.chosen.flatten(), self.top_k, self.averages.dtype
+        each, kept = (z.to(dtype).flatten().repeat_interleave(k) for z in (nats, counts))
         count = torch.zeros_like(self.averages[0]).index_add_(0, chosen, kept)
         mean = torch.zeros_like(count).index_add_(0, chosen, each * kept) / count.clamp_min(1)
         fast, slow, seen = self.averages
@@ -549,7 +530,7 @@ RESID = {"plain": lambda cfg: torch.add, "highway": Highway, "highway_scalar": H
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then pre-norm feed-forward, each joined to the residual stream."""
+    """Pre-norm attention, then pre-norm feed-forward, each joined to the stream."""
 
     def __init__(self, cfg, i):
         super().__init__()
@@ -691,10 +672,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def roles(self):
-        """Yield (name, role, parameter) of every parameter once.
-
-        The optimizer's groups and the initial draws go by role. KeyError for a name without one.
-        """
+        """Yield (name, role, parameter) of every parameter; KeyError for a name without a role."""
         for name, p in self.named_parameters():
             top, leaf = name.split(".")[0], name.split(".")[-1]
             if top in OWN_ROLES:
@@ -786,17 +764,14 @@ class GPT(nn.Module):
             if anchor is not None:
                 x = x + self.wte_lambdas[i] * anchor
             ve = self.value_embeds[str(i)](idx) if cfg.has_value_embedding(i) else None
-            trace = None if seen is None else seen[i]
+            trace = seen and seen[i]
             x = block(x, ve, cos, sin, masks[block.attn.window], trace)
             if states is not None:
                 states.append(x)
         return x
 
     def trunk(self, idx, w, e, trace=None):
-        """From embedding rows to the state [B, T, C] before the final norm.
-
-        w: rows of wte, e: of the hashed tables or None, both [B, T, C]. trace: see forward().
-        """
+        """State [B, T, C] before the final norm; w: rows of wte, e: of hashed tables or None."""
         cfg = self.cfg
         u = w if e is None else w + e
         if self.wpe is not None:

@@ -7,7 +7,7 @@
                                          running mean square
     entrywise_adamw     AdamW            m_hat / (sqrt(v_hat) + eps)
     row_isotropic_adamw WM 3.4           the same with v_hat averaged over the row
-    retract_spherical_  WM 4.6           W * |W_0|_F / |W|_F after the step
+    retract_spherical_  WM 4.6           W * |W_0|_F / |W|_F
     oe_row_update       OE 2.1 A         visited rows: table -= lr * gbar / rms(gbar),
                                          gbar = grad / count; no moments, no decay
     equilibrate         OE 2.1 B, BiEq   rows, then columns, scaled towards equal root mean square
@@ -18,9 +18,9 @@
                                          when its largest logit smax > tau
     keep_topk_          ABL 8, meProp    only the largest entries of each gradient survive
 
-Matrix functions reduce over the last two dimensions only: a batch of matrices stays a batch of
-separate matrices. A group of MuonAdamW is {"params", "kind", "initial_lr", ...}; set_schedule()
-turns step numbers into its lr, momentum and weight decay before every step.
+Matrix functions reduce over the last two dimensions only: a batch stays separate matrices. A group
+of MuonAdamW is {"params", "kind", "initial_lr", ...}; set_schedule() turns step numbers into its
+lr, momentum and weight decay before every step.
 
 A new rule for the layers' matrices is a function (gradient, state, group) -> direction and a row
 of KINDS: "mine": (partial(one_by_one, mine), dict(its defaults), ANY). A script whose flag has
@@ -145,8 +145,7 @@ def neumann_whiten(U, alpha):
 def neumann_whiten_rows(U, alpha):
     """neumann_whiten of U [rows, n] of which many rows are zero, as in an embedding's gradient.
 
-    Products take the other rows only. With m the mean row, G = U^T U - rows m^T m, and every zero
-    row becomes -m + alpha/2 m G / |G|_F.
+    With m the mean row, G = U^T U - rows m^T m, and zero rows become -m + alpha/2 m G / |G|_F.
     """
     hit = (U.abs().amax(dim=1) != 0).nonzero().squeeze(1)  # also where it is NaN
     if len(hit) > 0.5 * len(U):
@@ -328,15 +327,15 @@ MATRIX_KINDS = tuple(kind for kind in KINDS if kind != "oe")   # what the layers
 # ---- the optimizer ----
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Updates every group by the row of KINDS that it names; see native_groups() for a recipe.
+    """Updates every group by the row of KINDS that it names; step() never overwrites p.grad.
 
-    KeyError for an unknown kind, ValueError for parameters that its kind cannot update. step()
-    never overwrites p.grad. rank, world: this process among those that train together.
+    KeyError for an unknown kind, ValueError for parameters that its kind cannot update. rank,
+    world: this process among those that train together.
     """
 
     def __init__(self, groups, rank=0, world=1):
         self.rank, self.world, defaults = rank, world, COMMON
-        for _, kind, _ in KINDS.values():
+        for _, kind, _ in KINDS.values():   # every group has the keys of every kind
             defaults = {**kind, **defaults}
         own = [KINDS[group.get("kind", "adamw")][1] for group in groups]
         super().__init__([{**kind, **group} for kind, group in zip(own, groups)], defaults)
@@ -373,10 +372,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self):
-        """Average gradients over the ranks.
-
-        Of hashed tables the visits are summed, and the rows averaged that any rank visited.
-        """
+        """Average gradients over the ranks, of hashed tables the rows that any of them visited."""
         if self.world == 1:
             return
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -455,22 +451,21 @@ def native_groups(roles, width, *, matrix_kind="muon", head_lr=0.004, embed_lr=0
     scale = (width / 768) ** -0.5
     oe_lr = embed_lr if oe_lr is None else oe_lr
     polar_dtype = torch.float32 if float32_polar and dtype == torch.bfloat16 else dtype
-    embed = dict(kind="adamw", initial_lr=embed_lr * scale, neumann_tau=neumann_tau,
-                 float32_state=float32_state)
-    head = dict(kind="adamw", initial_lr=head_lr * scale)
-    resid = dict(kind="adamw", initial_lr=resid_lr)
-    x0 = dict(kind="adamw", initial_lr=x0_lr, betas=(0.96, 0.95))
-    recipe = {
-        "lm_head": dict(head, neumann_tau=neumann_tau),
-        "wte": embed, "value_embeds": embed, "resid_lambdas": resid,
-        "x0_lambdas": x0, "wte_lambdas": x0, "out_lambdas": x0,
-        "q_log": dict(kind="adamw", initial_lr=q_lr),
+    tau = dict(neumann_tau=neumann_tau)
+    embed = dict(tau, initial_lr=embed_lr * scale, float32_state=float32_state)
+    head, resid = dict(initial_lr=head_lr * scale), dict(initial_lr=resid_lr)
+    x0 = dict(initial_lr=x0_lr, betas=(0.96, 0.95))
+    recipe = {   # of kind adamw, but for matrices and tables
+        "lm_head": {**head, **tau}, "wte": embed, "value_embeds": embed,
+        "resid_lambdas": resid, "x0_lambdas": x0, "wte_lambdas": x0, "out_lambdas": x0,
+        "q_log": dict(initial_lr=q_lr),
         "matrix": dict(kind=matrix_kind, initial_lr=muon_lr, initial_decay=weight_decay,
                        equilibrate_tau=equilibrate_tau, polar_dtype=polar_dtype),
         "oe": dict(kind="oe", initial_lr=oe_lr * scale, neumann_tau=table_neumann_tau),
         "vector": resid, "wpe": head,  # of ablated parts; the backbone has none
     }
-    return [dict(recipe[role], role=role, params=params) for role, params in by_role.items()]
+    return [{"kind": "adamw", **recipe[role], "role": role, "params": params}
+            for role, params in by_role.items()]
 
 
 # ---- step-0 controls (OE 4.5) ----
@@ -489,7 +484,7 @@ STEP0 = {  # mode -> (roles it acts on, what of their first step survives)
 
 @torch.no_grad()
 def first_step(optimizer, roles, mode):
-    """optimizer.step() at step 0, of which only what STEP0[mode] names survives in its scalars."""
+    """optimizer.step(), of which only what STEP0[mode] names survives."""
     chosen, kept = STEP0[mode]
     params = [p for _, role, p in roles if role in chosen]
     before = [p.clone() for p in params]

@@ -123,9 +123,9 @@ def run_of(data, path, table=""):
     group = Group(table, data.get("depth"), data.get("width"), *planned_budget(data, config),
                   config.get("data_digest"))
     curve = [point for point in data.get("curve", ()) if None not in map(number, point)]
-    script, arm, status = [clean(data[key]) for key in ("script", "arm", "status")]
-    return Run(str(path), group, script, arm, data["seed"], status, data["metrics"], data["changed"],
-               config, number(params.get("total")), data.get("env", {}).get("sources", {}), curve)
+    return Run(str(path), group, clean(data["script"]), clean(data["arm"]), data["seed"],
+               clean(data["status"]), data["metrics"], data["changed"], config,
+               number(params.get("total")), data.get("env", {}).get("sources", {}), curve)
 
 
 def planned_budget(data, config):
@@ -180,11 +180,12 @@ def finding(row, table):
     loose = tuple(row["seeds"] or ())
     # losses compare inside one setting and size
     level = [table, row["setting"].split("-")[0], *([row["size"]] if "size" in row else [])]
+    rates = {k: row[k] for k in ("lr", "adamw_lr") if row.get(k) is not None}
     return Printed(
         Group(" ".join(level), None, None), table, row.get("config", row["arm"]),
         row.get("metric", "val_loss"), row["val_loss"], row["std"], "n", loose,
-        min(loose, default=low), max(loose, default=high), row["params_M"] and row["params_M"] * 1e6,
-        {k: row[k] for k in ("lr", "adamw_lr") if row.get(k) is not None}, row["arm"])
+        min(loose, default=low), max(loose, default=high),
+        row["params_M"] and row["params_M"] * 1e6, rates, row["arm"])
 
 
 def plan_of(rows, table):

@@ -19,7 +19,7 @@ from records import Group
 
 MOST_DRAWN = 80   # contrasts in one forest plot: more cannot be read
 MOST_LEGEND = 12  # arms in one legend
-SIGNS = (1, -1, -1, 1)   # of the arms of a contrast (the first two) and of a difference of differences
+SIGNS = (1, -1, -1, 1)   # of the arms in A - B and in (A - B) - (C - D)
 
 
 @dataclass
@@ -211,7 +211,8 @@ def as_text(headers, lines, numeric=()):
 def as_markdown(headers, lines, numeric=()):
     """A table as Markdown."""
     rule = ["---:" if i in numeric else ":---" for i in range(len(headers))]
-    lines = [[re.sub(r"([\\|*_`<>])", r"\\\1", cell) for cell in line] for line in [headers, *lines]]
+    lines = [[re.sub(r"([\\|*_`<>])", r"\\\1", cell) for cell in line]
+             for line in [headers, *lines]]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 

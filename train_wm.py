@@ -31,12 +31,11 @@ from wm_pipeline import Pipeline, forward
 class Config(Rule):
     """The rule's flags and the run's; the defaults are the co-designed arm at depth 6."""
     arm: str = flag("", "named arm; its flags apply first (default: what the flags describe)", names=False)
-    regime: str = flag("d6", "setting of the paper: d6, or native (8 layers, rows of 2048 tokens, 64 in a step)",
-                       choices=("d6", "native"), names=False)
+    regime: str = flag("d6", "setting of the paper; native: 8 layers, rows of 2048", choices=("d6", "native"), names=False)
     depth: int = flag(6, "layers", low=1, high=1000)
     head_dim: int = flag(64, "channels of an attention head", low=2, high=4096)
     width: int = flag(0, "channels of the residual stream; 0: 64 x depth, in whole heads", low=0, high=2**20)
-    window_pattern: str = flag("L", "per layer, repeated: L sees the whole row, S half of it (the paper's runs: L)")
+    window_pattern: str = flag("L", "per layer, repeated: L sees the whole row, S half of it")
     data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing", names=False)
     seq_len: int = flag(256, "tokens in a row", low=1, high=2**20)
     batch_size: int = flag(8, "rows of an optimizer step", low=1, high=2**30)
@@ -46,12 +45,11 @@ class Config(Rule):
     data_seed: int = flag(0, "seed of the data order", low=0, high=2**63 - 1)
     eval_tokens: int = flag(262_144, "tokens of each split to score; 0: all of them", low=0, high=2**53)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps", names=False)
-    dtype: str = flag("float32", "precision of the forward pass; probes and credit are float32 at least",
-                      choices=("float32", "bfloat16", "float64"))
+    dtype: str = flag("float32", "precision of the forward pass", choices=("float32", "bfloat16", "float64"))
     threads: int = flag(0, "CPU threads; 0: torch's own choice", low=0, high=1024, names=False)
     out: str = flag("results", "folder of results and checkpoints", names=False)
     save_every: int = flag(100, "steps between checkpoints; 0: only after the last one", low=0, high=10**9, names=False)
-    resume: bool = flag(False, "continue the run's checkpoint, bit for bit; start anew where there is none", names=False)
+    resume: bool = flag(False, "continue the run's checkpoint, bit for bit, if there is one", names=False)
     force: bool = flag(False, "overwrite an existing result or checkpoint", names=False)
 
 
@@ -89,7 +87,7 @@ D6_OPT = dict(NATIVE, wte_route="skip", lrm_min=0.2, adamw_anneal=True, lm_beta1
 RAW = dict(tangent=False, project=False)
 WIDTHS = {"dust_K16_tuned": LNP, "dust_K64_tuned": dict(LNP, draws=64), "wm_G2048_codesigned": {},
           "backprop_codesigned": BP}
-ARMS = {  # name -> flags that differ from the defaults; the names are the WM paper's ("..." is how it abbreviates them)
+ARMS = {  # name -> flags that differ from the defaults; the names are the WM paper's
     "supplied_muon_adamw_backprop": dict(PAPER20, **HEAD, **BP, active="qk"),
     "backprop_prepolar_muon_damped_lm_frozen_qk_control": dict(PAPER20, **BP, lm_pool="row_iso"),
     "backprop_prepolar_muon_frozen_qk_control": dict(PAPER20, **HEAD, **BP),
@@ -171,7 +169,8 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     "native50m_strict_post_install_M1_wte15e3_triton": dict(NATIVE, packets="device"),
     "native50m_strict_post_install_M1_wte15e3_spherical_active_q_triton": dict(NATIVE, active="q"),
     "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_triton": dict(NATIVE, active="qk"),
-    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton": dict(NATIVE, active="qk", probes=2),
+    "native50m_strict_post_install_M1_wte15e3_6mat_decoupled_qk_future_g085_m2_triton":
+        dict(NATIVE, active="qk", probes=2),
 }
 
 
@@ -179,7 +178,6 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
 
 def train(config):
     """Train and score one run; writes its checkpoints and its result, and returns the record."""
-    method = METHODS[config.method]
     with runs.Run(__file__, config, *naming(config)) as run:
         if run.record is not None:   # --resume of a finished run
             return run.record
@@ -190,7 +188,7 @@ def train(config):
         batches = BestFitBatches(run.store.train, run.store.bos, rows_at_once(config),
                                  config.seq_len, config.data_seed)
         run.resume(model=model, pipeline=pipeline, batches=batches)
-        micro_batches = config.batch_size // rows_at_once(config)
+        micros = config.batch_size // rows_at_once(config)
         params = {**model.num_params(), "active": sum(map(torch.numel, pipeline.weights.values()))}
         if run.rank == 0:
             print(f"{run.name}: {params['active']:,} of {params['total']:,} parameters active, "
@@ -206,24 +204,24 @@ def train(config):
             set_rates(optimizer, step, config.steps, config)
             optimizer.zero_grad()
             mean_loss, head = 0.0, 0.0
-            if method.autograd:
-                for _ in range(micro_batches):
+            if pipeline.method.autograd:
+                for _ in range(micros):
                     with run.autocast:
                         loss = model(*own_rows())
-                    (loss / micro_batches).backward()
-                    mean_loss += loss.item() / micro_batches
+                    (loss / micros).backward()
+                    mean_loss += loss.item() / micros
             else:
                 with torch.no_grad():
                     # what earlier batches left, rewarded by the weights as they stand
                     pipeline.build(step)
-                    for micro in range(micro_batches):
+                    for micro in range(micros):
                         idx, targets = own_rows()
                         key, first = f"{config.seed}/{step}/{micro}", run.rank * idx.numel()
                         with run.autocast:
-                            packet, nats, grad = forward(model, idx, targets, key, step, first)
-                        pipeline.take(packet, targets, micro_batches)
-                        head = head + grad / micro_batches
-                        mean_loss += nats.item() / idx.numel() / micro_batches
+                            packet, loss, grad = forward(model, idx, targets, key, step, first)
+                        pipeline.take(packet, targets, micros)
+                        head = head + grad / micros
+                        mean_loss += loss / micros
                     pipeline.build(step, this_batch=True)
                     pipeline.install(step, head)
             optimizer.reduce_gradients()
@@ -323,20 +321,20 @@ def idle(config):
     layers, muon = "layers" in method.learns, config.hidden_opt == "muon"
     q, k = "q" in config.active, "k" in config.active
     flags = set().union(*(other.flags for other in METHODS.values())) - method.flags
-    parts = {  # flags -> do they act?
-        ("hidden_opt", "hidden_lr", "ve_lr"): layers,
-        ("hidden_beta",): layers and muon,
-        ("wte_lr",): "wte" in method.learns,
-        ("probes", "unit_rms_qk", "tangent_qk", "spherical"): q or k,
-        ("qk_probe",): q and k,
-        ("q_lr",): q,
-        ("q_beta",): q and muon,
-        ("k_lr", "gamma_k"): k,
-        ("k_beta",): k and muon,
+    parts = {  # flags: do they act?
+        "hidden_opt hidden_lr ve_lr": layers,
+        "hidden_beta": layers and muon,
+        "wte_lr": "wte" in method.learns,
+        "probes unit_rms_qk tangent_qk spherical": q or k,
+        "qk_probe": q and k,
+        "q_lr": q,
+        "q_beta": q and muon,
+        "k_lr gamma_k": k,
+        "k_beta": k and muon,
     }
     for names, act in parts.items():
         if not act:
-            flags.update(names)
+            flags.update(names.split())
     return flags
 
 
@@ -369,13 +367,13 @@ def check(config):
         raise UserError(f"--width {config.width} is no multiple of --head_dim {config.head_dim}")
     group_size(rows_at_once(config) * config.seq_len, config)
     if config.probes_attention and not method.probes_qk:
-        what = "--active and --head_temp; it has no rule for them"
-        raise UserError(f"--method {config.method}: drop {what}")
+        what = "has no rule for --active and --head_temp"
+        raise UserError(f"--method {config.method} {what}")
     if config.head_temp and config.active != "none":
         raise UserError("--head_temp and --active are arms of their own in the paper; choose one")
     if config.draws < method.min_draws:
-        draws = f"--method {config.method} gets no credit from --draws {config.draws}"
-        raise UserError(f"{draws}; give {method.min_draws} or more")
+        least = f"give {method.min_draws} or more"
+        raise UserError(f"--method {config.method}: no credit from --draws {config.draws}; {least}")
     if config.reader != "live" and "reader" not in method.flags:
         raise UserError(f"--reader {config.reader} belongs to --method wm")
     if config.reader == "muon_colnorm" and config.hidden_opt != "muon":

@@ -12,13 +12,12 @@ A stage perturbs its activation by sigma * xi, xi = +-1. The reward of unit i is
 outgoing column's product with the receiver's modulation u (WM 1.1); reward * xi / sigma is the
 credit, and credit x input the pseudo-gradient. wm_pipeline.py decides when each is made.
 
-A new comparator is a function (model, packet, targets, rule) -> {name: pseudo-gradient} and a row
-of METHODS.
+A new comparator is a function like sr_lnp() and a row of METHODS.
 
 Shapes: B rows, T tokens, N = B T, C = n_embd, H heads, D = head_dim, V vocabulary, G = N / M_g
 streams of M_g consecutive tokens. `u` is minus N times the gradient of the mean loss, `packet` what
 the forward pass of one micro-batch leaves behind, gamma_l and alpha_0 see skip_gains().
-`readers(name, W)` is the matrix whose columns a reward reads where it would read W.
+`readers(name, W)` is the matrix that a reward reads where it would read W.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,8 +67,8 @@ def make_optimizer(model, rule, rank=0, world=1):
         "wte": dict(adamw, initial_lr=rule.wte_lr),
         "value_embeds": dict(adamw, initial_lr=rule.ve_lr),
         "hidden": dict(hidden, initial_lr=rule.hidden_lr),
-        "c_q": {**hidden, "momentum": rule.q_beta, "initial_lr": rule.q_lr},
-        "c_k": {**hidden, "momentum": rule.k_beta, "initial_lr": rule.k_lr},
+        "c_q": dict(hidden, momentum=rule.q_beta, initial_lr=rule.q_lr),
+        "c_k": dict(hidden, momentum=rule.k_beta, initial_lr=rule.k_lr),
         "q_log": dict(adamw, initial_lr=0.005),
     }
     groups = {}
@@ -94,7 +93,7 @@ def set_rates(optimizer, step, steps, rule):
 # ---- small pieces of the credit ----
 
 def skip_gains(model):
-    """(gamma [L], alpha_0): how much of a layer's output, and of x0, reaches x_L by the skip path."""
+    """(gamma [L], alpha_0): how much of a layer's output, and of x0, x_L holds by the skip path."""
     gamma, product = [], 1.0
     for lam in reversed(model.resid_lambdas.tolist()):
         gamma.insert(0, product)
@@ -122,9 +121,9 @@ def outer(u, x, scale):
     return torch.addmm(u.new_zeros(()), u.t(), x, beta=0, alpha=scale)
 
 
-def scatter(idx, rows, table, scale):
-    """scale * (one-hot of idx)^T rows, in the shape of the embedding table."""
-    rows = (rows * scale).to(table.dtype)
+def scatter(idx, rows, table):
+    """-(1/N) (one-hot of idx)^T rows, in the shape of the embedding table."""
+    rows = (rows * (-1 / idx.numel())).to(table.dtype)
     return torch.zeros_like(table).index_add_(0, idx.flatten(), rows)
 
 
@@ -212,7 +211,7 @@ def lexical_stage2(model, packet, rule, readers, world=1):
     credit = R.repeat_interleave(opts["group"], 0) * xi / rule.sigma
     if rule.project:
         credit = tangent(credit, packet.x0)
-    return {"wte.weight": scatter(packet.idx, credit, model.wte.weight, -1 / packet.tokens)}
+    return {"wte.weight": scatter(packet.idx, credit, model.wte.weight)}
 
 
 def stage2(model, packet, rule, readers, world=1):
@@ -262,7 +261,7 @@ def layer_of(model, packet, i, gamma, rule, readers):
     layer = Layer(i, attn.window, own, theirs, u, W)
     if rule.probes_attention:
         if source.layers[i]["y"].dtype != u.dtype:
-            # what a probe of q or k does to y is about as small as the rounding of a bfloat16 y
+            # a bfloat16 y is rounded by about what a probe of q or k does to it
             y = attend(theirs["q"], theirs["k"], theirs["v"], layer.mask())
             layer.theirs = {**theirs, "y": y.flatten(2)}
         if group_size(packet.tokens, rule) == 1:
@@ -314,9 +313,8 @@ def v_credit(packet, layer, W, rule):
 def filter_credit(layer, credit, rule, window):
     """Sum credit [N, C] over the queries that saw each position: [B, T, H, D] (--filtered_v).
 
-    The filtered trace of Prop. 2 is xbar(tau) = sum_s A(tau, s) x(s), and c_v's pseudo-gradient
-    sum_tau credit(tau) xbar(tau)^T = sum_s [sum_tau A(tau, s) credit(tau)] x(s)^T. The bracket
-    costs C / D times less than xbar, and serves the value embeddings too.
+    c_v's pseudo-gradient sum_tau credit(tau) xbar(tau)^T with the filtered trace xbar = A x (Prop.
+    2) is sum_s [A^T credit](s) x(s)^T. The bracket costs C / D times less than xbar.
     """
     B, T, H, D = layer["q"].shape
     credit = credit.view(B, T, H, D)
@@ -351,7 +349,7 @@ def future_sum(R, gamma, window):
 
 
 def qk_probe(model, packet, layer, which, name, rule):
-    """(perturbed q or k, carrier), both [B, T, H, D], of the packet whose layer (a dict) this is."""
+    """(perturbed q or k, carrier), both [B, T, H, D], of a packet's layer (a dict)."""
     cos, sin = (z[:layer["q"].size(1)] for z in (model.cos, model.sin))
     # the vector moves before rotary, on the sphere of the QK-norm; gain: 1, or its temperature
     gain = layer[which].square().mean(-1, keepdim=True).sqrt()
@@ -401,13 +399,12 @@ def temperature_credit(packet, layer, rule):
 
 
 def value_grads(model, packet, i, layer, credit):
-    """{name: pseudo-gradient} of c_v and the value embedding of layer i from credit [N, C]."""
-    n = packet.tokens
-    grads = {f"blocks.{i}.attn.c_v.weight": outer(credit, layer["attn_in"], -1 / n)}
+    """{name: pseudo-gradient} of layer i's c_v and value embedding, from credit [N, C]."""
+    grads = {f"blocks.{i}.attn.c_v.weight": outer(credit, layer["attn_in"], -1 / packet.tokens)}
     if "gate" in layer:
         rows = (credit.view_as(layer["q"]) * layer["gate"].unsqueeze(-1)).flatten(2).flatten(0, 1)
         table = model.value_embeds[str(i)].weight
-        grads[f"value_embeds.{i}.weight"] = scatter(packet.idx, rows, table, -1 / n)
+        grads[f"value_embeds.{i}.weight"] = scatter(packet.idx, rows, table)
     return grads
 
 
@@ -432,7 +429,7 @@ def stage1(model, packet, rule, readers, world=1):
     return grads
 
 
-# ---- the weights that rewards read (exp36 B) ----
+# ---- the weights that rewards read ----
 
 def live(name, W):
     """The reader of weights as they are."""
@@ -481,9 +478,8 @@ def token_nats(model, x_L, targets):
 def sr_lnp(model, packet, targets, rule):
     """Surrogate-routed local node perturbation: K tokenwise probes, a scalar reward per token.
 
-    The bus estimate from K perturbed heads is used at once; hidden units, values (scored at their
-    own position only) and embeddings are rewarded by the inner product of their displacement with
-    it, along the skip path.
+    The rewards of hidden units, values (at their own position only) and embeddings are the inner
+    products of their displacements, along the skip path, with the bus estimate of K heads.
     """
     K, sigma, n = rule.draws, rule.sigma, packet.tokens
     x_L, (gamma, alpha) = packet.x_L, skip_gains(model)
@@ -504,7 +500,7 @@ def sr_lnp(model, packet, targets, rule):
 
     u = estimate("bus", x_L.size(1), bus_reward)
     rows = estimate("wte", x_L.size(1), wte_reward)
-    grads = {"wte.weight": scatter(packet.idx, rows, model.wte.weight, -1 / n)}
+    grads = {"wte.weight": scatter(packet.idx, rows, model.wte.weight)}
     for i, block in enumerate(model.blocks):
         name, layer = f"blocks.{i}.", packet.layer(i, u)
         pre = layer["pre"].flatten(0, 1)
@@ -534,10 +530,9 @@ def sr_np(model, packet, targets, rule):
     """Suffix-recomputed node perturbation: K Gaussian draws at each of 3 L + 1 sites.
 
     A draw moves one site, the rest of the network is recomputed, and each token's loss, centred
-    over the draws, is its reward. Both projections use the site behind the block, as in the paper
-    (it omits attn.c_proj's path through its own block's MLP). K more draws per layer move values,
-    rewarded by the alignment of the moved attention output with its own estimate, plus that of
-    future tokens, discounted.
+    over the draws, is its reward. Both projections use the site behind the block, as in the paper.
+    K more draws per layer move values, rewarded by the alignment of the moved attention output with
+    its own estimate, plus that of later tokens, discounted.
     """
     K, sigma, n, idx = rule.draws, rule.sigma, packet.tokens, packet.idx
     B, T = idx.shape
@@ -565,7 +560,7 @@ def sr_np(model, packet, targets, rule):
         return model.layers(idx, moved, moved)
 
     rows = estimate("wte", x0.shape, all_layers)
-    grads = {"wte.weight": scatter(idx, rows, model.wte.weight, -1 / n)}
+    grads = {"wte.weight": scatter(idx, rows, model.wte.weight)}
     for i, block in enumerate(model.blocks):
         name, layer = f"blocks.{i}.", packet.layer(i, x0)
         h = relu2(layer["pre"])
@@ -638,7 +633,8 @@ METHODS = {
     "sr_lnp": Method(gradients=sr_lnp, delays=NOW, flags=DRAWS),
     "sr_np": Method(gradients=sr_np, delays=NOW, min_draws=2, flags=DRAWS),
     "head_only": Method(learns=("lm_head",)),
-    "lexical_only": Method({2: lexical_stage2}, delays=NOW, learns=("lm_head", "wte"), flags=STREAMS),
+    "lexical_only": Method({2: lexical_stage2}, delays=NOW, flags=STREAMS,
+                           learns=("lm_head", "wte")),
     "mismatched_origin": Method({2: stage2, 1: stage1}, late=True, probes_qk=True,
                                 flags=DELAYED - {"reader"}),
 }
@@ -657,22 +653,20 @@ class Rule:
     streams: int = flag(0, "token streams G of a micro-batch; 0: one per token", low=0, high=2**40)
     scale_factor: float = flag(1.0, "factor of all rewards; M_g undoes the mean over a stream", low=0, high=1e9)
     sigma: float = flag(1e-2, "size of the probes", low=1e-6, high=10)
-    project: bool = flag(True, "project stage-2 credit onto the tangent space of the norm it passed")
-    tangent: bool = flag(True, "project stage-2 probes onto the tangent space of the norm they pass")
+    project: bool = flag(True, "stage-2 credit is tangent to the norm it passed")
+    tangent: bool = flag(True, "stage-2 probes are tangent to the norm they pass")
     center: bool = flag(True, "subtract the mean over streams, if several, from wte's rewards")
     wte_route: str = flag("skip", "wte's receiver: the skip alpha_0 I (Prop. 3), or lm_head", choices=("skip", "head"))
     filtered_v: bool = flag(True, "pair c_v's credit with the attention-filtered input (Prop. 2)")
     active: str = flag("none", "attention matrices that learn beside c_v and c_proj", choices=("none", "q", "k", "qk"))
-    qk_probe: str = flag("decoupled", "probe q and k apart, in one pass, or on alternate steps",
-                         choices=("decoupled", "coupled", "multiplexed"))
+    qk_probe: str = flag("decoupled", "q and k: probed apart, at once, in turn", choices=("decoupled", "coupled", "multiplexed"))
     gamma_k: float = flag(0.85, "discount of future queries' rewards in a key's credit", low=0, high=1)
     probes: int = flag(1, "probes of q and k averaged before the outer product", low=1, high=4096)
     spherical: bool = flag(True, "c_q and c_k keep their first Frobenius norm")
-    unit_rms_qk: bool = flag(True, "scale q and k probes to unit root mean square per head")
-    tangent_qk: bool = flag(True, "project q and k probes onto the tangent space of the QK-norm")
+    unit_rms_qk: bool = flag(True, "q and k probes have root mean square 1 per head")
+    tangent_qk: bool = flag(True, "q and k probes are tangent to the QK-norm")
     head_temp: bool = flag(False, "learn one temperature per head")
-    reader: str = flag("live", "weights that rewards read: as they are, or through an optimizer (exp36 B)",
-                       choices=("live", "muon_colnorm", "adamw_frobnorm"))
+    reader: str = flag("live", "weights that rewards read (exp36 B)", choices=("live", "muon_colnorm", "adamw_frobnorm"))
     draws: int = flag(16, "draws K of sr_lnp, and of each site of sr_np (the paper: 4)", low=1, high=2**20)
     hidden_opt: str = flag("muon", "optimizer of the hidden matrices", choices=("muon", "adamw"))
     hidden_lr: float = flag(0.006, "rate of the hidden matrices", **RATE)
@@ -682,19 +676,16 @@ class Rule:
     q_beta: float = flag(0.95, "Muon's momentum of c_q", **BETA)
     k_beta: float = flag(0.98, "Muon's momentum of c_k", **BETA)
     lm_lr: float = flag(0.008, "rate of lm_head", **RATE)
-    lm_pool: str = flag("entrywise", "second moment of lm_head: per entry, or averaged over a row",
-                        choices=("entrywise", "row_iso"))
+    lm_pool: str = flag("entrywise", "second moments of lm_head: by entry or row", choices=("entrywise", "row_iso"))
     lm_beta1: float = flag(0.9, "beta1 of lm_head's AdamW", **BETA)
     lm_eps: float = flag(1e-4, "epsilon of lm_head's AdamW, outside the root", low=0, high=10)
     wte_lr: float = flag(0.12, "rate of wte", **RATE)
     ve_lr: float = flag(0.06, "rate of the value embeddings", **RATE)
-    lrm_min: float = flag(0.2, "fraction of the initial rates that is left at the end", low=0, high=1)
+    lrm_min: float = flag(0.2, "fraction of the rates that is left at the end", low=0, high=1)
     adamw_anneal: bool = flag(True, "AdamW's rates fall too, not only Muon's")
-    packets: str = flag("device", "where packets wait: on the device, or in host memory",
-                        choices=("device", "host"), names=False)
+    packets: str = flag("device", "memory in which packets wait", choices=("device", "host"), names=False)
     packet_dtype: str = flag("float32", "precision of what layers leave in a packet", choices=("float32", "bfloat16"))
-    impl: str = flag("auto", "contraction; auto: Triton on CUDA, else torch; outer: materialised",
-                     choices=("auto", "torch", "triton", "outer"), names=False)
+    impl: str = flag("auto", "contraction; outer materialises it", choices=("auto", "torch", "triton", "outer"), names=False)
     precision: str = flag("ieee", "input precision of the Triton kernels", choices=("ieee", "tf32x3", "tf32", "bf16"))
 
     @property

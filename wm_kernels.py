@@ -35,8 +35,8 @@ from common import UserError
 
 IMPLS = ("auto", "torch", "triton", "outer")
 PRECISIONS = ("ieee", "tf32x3", "tf32", "bf16")
-BLOCK = 128                 # columns whose signs come from one Philox call of 4 x 32 bits
-CACHED = 1 << 18            # numbers in a block of rows whose elementwise work stays in cache
+BLOCK = 128        # columns whose signs come from one Philox call of 4 x 32 bits
+CACHED = 1 << 18   # numbers in a block of rows whose elementwise work stays in cache
 # the outer baseline's chunk: this many streams, or what fits
 OUTER_STREAMS, OUTER_BYTES = 256, 1 << 29
 
@@ -110,10 +110,9 @@ def _sign_rows(xi, rows, cols, device, dtype):
 
 @torch.no_grad()
 def wm_reward(u, dy, W, group=1, scale=1.0, impl="auto", precision="ieee"):
-    """R [N / group, I]: scale / group * sum over a stream's tokens of dy * (u W) (WM 3.2, 3.5).
+    """R [N / group, I], float32, or float64 where an input is.
 
-    u [N, J], dy [N, I], W [J, I]. float32, or float64 where an input is. UserError when group does
-    not divide N; ValueError when shapes disagree.
+    UserError when group does not divide N; ValueError when shapes disagree.
     """
     work = _check(u, dy, W, group)
     impl = choose_impl(impl, precision, u.device, work)
@@ -134,18 +133,17 @@ def wm_reward(u, dy, W, group=1, scale=1.0, impl="auto", precision="ieee"):
 
 
 def wm_credit_relu2(u, pre, W, xi, sigma, group=1, **options):
-    """wm_credit at dy = relu(pre + sigma xi)^2 - relu(pre)^2; pre [N, I]: pre-activations."""
+    """wm_credit of relu^2 units, from their pre-activations pre [N, I]."""
     return wm_credit(u, pre, W, xi, sigma, group, relu2=True, **options)
 
 
 @torch.no_grad()
 def wm_credit(u, dy, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="ieee", out=None,
               relu2=False):
-    """[N, I]: wm_reward of the token's stream times xi / sigma, a unit's own credit (WM 3.2).
+    """c [N, I], dtype and errors as of wm_reward; relu2: dy holds pre-activations.
 
     xi: the probe's signs [N, I], or a pair (seed, offset) from which signs() regenerates them. out:
-    any [N, I] of floating dtype that shares no memory with the inputs; without it a new tensor as
-    of wm_reward. UserError and ValueError as there. relu2: dy holds pre-activations.
+    any [N, I] of floating dtype that shares no memory with the inputs; without it a new tensor.
     """
     work = _check(u, dy, W, group, xi, out)
     if not sigma > 0:
@@ -242,13 +240,11 @@ def _product(u, W, alpha, precision, out):
         u, W = u.bfloat16(), W.bfloat16()
         if u.is_cuda:
             return out.copy_(torch.mm(u, W, out_dtype=torch.float32)).mul_(alpha)
-    u, W = u.to(out.dtype), W.to(out.dtype)
-    if not u.is_cuda:
-        return torch.addmm(out, u, W, beta=0, alpha=alpha, out=out)
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     try:
+        u, W = u.to(out.dtype), W.to(out.dtype)
         return torch.addmm(out, u, W, beta=0, alpha=alpha, out=out)
     finally:
         matmul.fp32_precision = before
@@ -454,7 +450,7 @@ def interpreted():
 
 
 def _launch(u, dy, W, group, scale, precision, xi=None, sigma=1.0, out=None, relu2=False):
-    """wm_reward (xi None) or a credit by the Triton kernel."""
+    """wm_reward (xi None) or wm_credit in Triton."""
     N, I = dy.shape
     if out is None:
         out = torch.empty(N // group if xi is None else N, I, device=u.device)

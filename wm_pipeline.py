@@ -61,9 +61,9 @@ class Packet:
 
     idx [B, T] ids. key: name of the micro-batch, from which the signs of its probes are drawn.
     first: number of its first token among those of all ranks. step: when it was made. layers: a
-    dict of [B, T, ...] tensors each (LAYER_KEYS). s [N, V]: see head_scores(). x_L, x_final [N, C]:
-    state before and after the final norm. e, x0 [N, C]: rows of wte before and after the first
-    norm. bus [N, C]: credit at x_L, once stage 2 has it. What no later stage reads is None.
+    dict of [B, T, ...] tensors each (LAYER_KEYS). s [N, V]: see head_scores(). x_final = norm(x_L)
+    and x0 = norm(e), e rows of wte, all [N, C]. bus [N, C]: credit at x_L, once stage 2 has it.
+    What no later stage reads is None.
     """
     idx: torch.Tensor
     key: str
@@ -87,7 +87,7 @@ class Packet:
         return self.idx.numel()
 
     def site(self, name):
-        """(seed, first row) of the signs that perturb the site `name`."""
+        """(seed, first row) of a site's signs."""
         return derive_seed(self.key, name), self.first
 
     def signs(self, name, cols, like):
@@ -139,7 +139,7 @@ class Packet:
 
 
 def ready(t, like):
-    """t on the device and in the precision of `like`; no copy where it is there already."""
+    """t on the device and in the precision of `like`."""
     return t.to(device=like.device, dtype=like.dtype, non_blocking=True)
 
 
@@ -153,13 +153,10 @@ def each_tensor(value, f):
 
 
 class Pinned:
-    """A pool of pinned host buffers.
-
-    Copies share the device's stream, so a buffer may be used again once its last copy is queued.
-    """
+    """A pool of pinned host buffers."""
 
     def __init__(self):
-        self.free = {}
+        self.free = {}   # copies share a stream: a buffer may be used again once they are queued
 
     def put(self, t):
         pool = self.free.get((t.shape, t.dtype))
@@ -172,7 +169,7 @@ class Pinned:
 
 
 def forward(model, idx, targets, key, step=0, first=0):
-    """Run idx, targets [B, T]: (Packet, summed nats, gradient [V, C] of the mean loss at the head).
+    """Run idx, targets [B, T]: (Packet, mean loss (float), its gradient [V, C] at the head).
 
     key, step, first: see Packet.
     """
@@ -185,16 +182,15 @@ def forward(model, idx, targets, key, step=0, first=0):
               for layer in trace["layers"]]
     e, x0 = e.flatten(0, 1), trace["x0"].flatten(0, 1)
     packet = Packet(idx, key, first, step, layers, s, x_L, x_final, e, x0)
-    return packet, nats.sum(), grad
+    return packet, nats.sum().item() / idx.numel(), grad
 
 
 # ---- the pipeline ----
 
 class Pipeline:
-    """The pseudo-gradients of any --method, in time: optimizer, packets and what waits.
+    """The pseudo-gradients of any --method, in time; step() shows the order of the calls.
 
-    rule: a wm.Rule, its streams those of this rank's share. UserError for a model that the method's
-    formulas do not describe. step() shows the order of the calls.
+    rule: a wm.Rule, its streams this rank's. UserError for a model that its formulas do not fit.
     """
 
     def __init__(self, model, rule, seed, rank=0, world=1):
@@ -243,7 +239,7 @@ class Pipeline:
             packet.forget(stage, self.rule, self.pinned)
 
     def take(self, packet, targets, micros):
-        """Keep the packet of one of the step's micro-batches, or find its gradients at once."""
+        """Keep a micro-batch's packet, or find its gradients at once."""
         if self.method.stages:
             self._keep(packet)
         elif self.method.gradients:
@@ -262,7 +258,7 @@ class Pipeline:
             total[name] = total[name] + share if name in total else share
 
     def install(self, step, head):
-        """Give the weights what is due: the head its gradient, the stages those of their age."""
+        """Give the weights the gradients that are due."""
         self.weights["lm_head.weight"].grad = head
         for stage in (2, 1):
             due = self.waiting[stage].pop(step - self.delays[stage], {})
@@ -275,9 +271,9 @@ class Pipeline:
             retract_spherical_(self.weights[name], norm0)
 
     def step(self, step, steps, batches):
-        """One step of train_wm.train() on the micro-batches [(idx, targets), ...]; the mean loss.
+        """The mean loss of one step, as in train_wm.train(); for audits and tests.
 
-        batches: this rank's rows of each micro-batch, a consecutive slice. For audits and tests.
+        batches: [(idx, targets), ...], this rank's consecutive rows of each micro-batch.
         """
         mean_loss, head, micros = 0.0, 0.0, len(batches)
         set_rates(self.optimizer, step, steps, self.rule)
@@ -292,10 +288,10 @@ class Pipeline:
                 self.build(step)
                 for micro, (idx, targets) in enumerate(batches):
                     key, first = f"{self.seed}/{step}/{micro}", self.rank * idx.numel()
-                    packet, nats, grad = forward(self.model, idx, targets, key, step, first)
+                    packet, loss, grad = forward(self.model, idx, targets, key, step, first)
                     self.take(packet, targets, micros)
                     head = head + grad / micros
-                    mean_loss += nats.item() / idx.numel() / micros
+                    mean_loss += loss / micros
                 self.build(step, this_batch=True)
                 self.install(step, head)
         self.optimizer.reduce_gradients()
@@ -304,11 +300,7 @@ class Pipeline:
         return mean_loss
 
     def state_dict(self):
-        """All that is in flight: tensors and plain values.
-
-        They are the whole batch's, not this rank's, so that a run can go on with another number of
-        ranks: every rank must call this.
-        """
+        """All that is in flight, on all ranks: each calls this, and another number may load it."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         packets = {step: [p.as_dict() for p in some] for step, some in self.packets.items()}
@@ -324,7 +316,7 @@ class Pipeline:
                 "norms": self.norms}
 
     def load_state_dict(self, state):
-        """Take up what state_dict() returned, of packets this rank's rows."""
+        """Take up what state_dict() returned: of packets this rank's rows."""
         self.optimizer.load_state_dict(state["optimizer"])
         device = self.model.lm_head.weight.device
 

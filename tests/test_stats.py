@@ -488,7 +488,8 @@ def test_an_arm_is_compared_with_the_reference_of_its_own_recipe(results):
     means = {name: c["mean"] for name, c in contrasts(results.folder).items()}
     shown = {f"highway - {two}": 0, f"muon - {one}": 0, f"{two} - {one}": 0.1}
     assert means == pytest.approx(shown)
-    assert "modern, for every arm in the one of 2 settings nearest its own" in run(results.folder)[1]
+    said = "modern, for every arm in the one of 2 settings nearest its own"
+    assert said in run(results.folder)[1]
     asked = contrasts(results.folder, "--ref", two)
     assert set(asked) == {f"{a} - {two}" for a in ("highway", "muon", one)}
 
@@ -795,6 +796,7 @@ def test_nothing_heavy_is_imported(results):
 def test_help_names_every_flag():
     out = run("--help")[1]
     for word in ("contrast", "dod", "ratio", "metric", "alpha", "published", "csv", "markdown",
-                 "json", "power", "holm", "plot", "curves", "html", "depth", "ref", "list", "mixed"):
+                 "json", "power", "holm", "plot", "curves", "html", "depth", "ref", "list",
+                 "mixed"):
         assert f"--{word}" in out
     assert "Exit code" in out

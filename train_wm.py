@@ -31,7 +31,7 @@ from wm_pipeline import Pipeline, forward
 class Config(Rule):
     """The rule's flags and the run's; the defaults are the co-designed arm at depth 6."""
     arm: str = flag("", "named arm; its flags apply first (default: what the flags describe)", names=False)
-    regime: str = flag("d6", "setting of the paper; native: 8 layers, rows of 2048", choices=("d6", "native"), names=False)
+    regime: str = flag("d6", "setting; native: 8 layers, rows of 2048 tokens", choices=("d6", "native"), names=False)
     depth: int = flag(6, "layers", low=1, high=1000)
     head_dim: int = flag(64, "channels of an attention head", low=2, high=4096)
     width: int = flag(0, "channels of the residual stream; 0: 64 x depth, in whole heads", low=0, high=2**20)
@@ -39,7 +39,7 @@ class Config(Rule):
     data: str = flag(DEFAULT_STORE, "folder prepared by data.py; the default one is prepared when missing", names=False)
     seq_len: int = flag(256, "tokens in a row", low=1, high=2**20)
     batch_size: int = flag(8, "rows of an optimizer step", low=1, high=2**30)
-    micro_batch: int = flag(0, "rows taken at once, within which streams are counted; 0: all", low=0, high=2**20)
+    micro_batch: int = flag(0, "rows taken at once; streams are counted within them; 0: all", low=0, high=2**20)
     steps: int = flag(360, "optimizer steps", low=1, high=10**9)
     seed: int = flag(46, "seed of the weights and probes", low=0, high=2**63 - 1, names=False)
     data_seed: int = flag(0, "seed of the data order", low=0, high=2**63 - 1)
@@ -64,8 +64,9 @@ REGIMES = {
 # (AdamW on hidden matrices: 0.001)
 PAPER20 = dict(wte_lr=0.004, ve_lr=0.004, lrm_min=1.0)
 HEAD = dict(lm_beta1=0.5, lm_eps=1e-8)
+PRINTED = dict(PAPER20, **HEAD)
 HIDDEN_ADAMW = dict(hidden_opt="adamw", hidden_lr=0.001)
-ADAMW = dict(PAPER20, **HEAD, **HIDDEN_ADAMW)
+ADAMW = dict(PRINTED, **HIDDEN_ADAMW)
 TRACE = dict(ADAMW, clock="both_pre")
 CELLS = {"b05_eps1e8": HEAD, "b09_eps1e8": dict(lm_beta1=0.9, lm_eps=1e-8),
          "b05_eps1e4": dict(lm_beta1=0.5, lm_eps=1e-4), "b09_eps1e4": dict(lm_beta1=0.9, lm_eps=1e-4)}
@@ -88,12 +89,12 @@ RAW = dict(tangent=False, project=False)
 WIDTHS = {"dust_K16_tuned": LNP, "dust_K64_tuned": dict(LNP, draws=64), "wm_G2048_codesigned": {},
           "backprop_codesigned": BP}
 ARMS = {  # name -> flags that differ from the defaults; the names are the WM paper's
-    "supplied_muon_adamw_backprop": dict(PAPER20, **HEAD, **BP, active="qk"),
+    "supplied_muon_adamw_backprop": dict(PRINTED, **BP, active="qk"),
     "backprop_prepolar_muon_damped_lm_frozen_qk_control": dict(PAPER20, **BP, lm_pool="row_iso"),
-    "backprop_prepolar_muon_frozen_qk_control": dict(PAPER20, **HEAD, **BP),
+    "backprop_prepolar_muon_frozen_qk_control": dict(PRINTED, **BP),
     "backprop_adamw_frozen_qk_control": dict(ADAMW, **BP),
-    "frozen_backbone_lm_head_only": dict(PAPER20, **HEAD, method="head_only"),
-    "pure_lexical_x0_skip_only_true_zero": dict(PAPER20, **HEAD, method="lexical_only"),
+    "frozen_backbone_lm_head_only": dict(PRINTED, method="head_only"),
+    "pure_lexical_x0_skip_only_true_zero": dict(PRINTED, method="lexical_only"),
     "causal_trace_wm_G2048_mismatched_origin_control": dict(ADAMW, method="mismatched_origin"),
     **{f"causal_trace_wm_G{g}_centered": dict(TRACE, streams=g) for g in (1, 64, 256)},
     **{f"causal_trace_wm_G{g}_centered_scaleMg": dict(TRACE, streams=g, scale_factor=2048.0 / g)
@@ -104,14 +105,14 @@ ARMS = {  # name -> flags that differ from the defaults; the names are the WM pa
     **{f"d6_both_stages_pre_install_entrywise_{cell}": dict(PAPER20, clock="both_pre", **CELLS[cell])
        for cell in CELLS},
     "d6_pre_install_fp32_cache_triton_b05_eps1e8": PRE,
-    "d6_strict_post_install_fp32_cache_triton_b05_eps1e8": dict(PAPER20, **HEAD),
+    "d6_strict_post_install_fp32_cache_triton_b05_eps1e8": PRINTED,
     "d6_strict_post_install_fp32_cache_triton_b09_eps1e4": PAPER20,
     "d6_pre_install_fp32_cache_entrywise_b05_eps1e8": dict(PRE, impl="torch"),
-    "d6_strict_post_install_fp32_cache_entrywise_b05_eps1e8": dict(PAPER20, **HEAD, impl="torch"),
+    "d6_strict_post_install_fp32_cache_entrywise_b05_eps1e8": dict(PRINTED, impl="torch"),
     "d6_strict_post_install_fp32_cache_entrywise_b09_eps1e4": dict(PAPER20, impl="torch"),
-    "d6_strict_post_install_internal_muon_colnorm_reader_b05_eps1e8": dict(PAPER20, **HEAD, reader="muon_colnorm"),
+    "d6_strict_post_install_internal_muon_colnorm_reader_b05_eps1e8": dict(PRINTED, reader="muon_colnorm"),
     "d6_strict_post_install_internal_muon_colnorm_reader_b09_eps1e4": dict(PAPER20, reader="muon_colnorm"),
-    "d6_strict_post_install_head_adamw_frobnorm_reader_b05_eps1e8": dict(PAPER20, **HEAD, reader="adamw_frobnorm"),
+    "d6_strict_post_install_head_adamw_frobnorm_reader_b05_eps1e8": dict(PRINTED, reader="adamw_frobnorm"),
     "wm_G2048_paper20_opt_triton": PAPER20,
     "wm_G2048_scale_embed_const_lr": dict(lrm_min=1.0),
     "wm_G2048_scale_embed_lrm05": dict(lrm_min=0.5),

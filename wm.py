@@ -252,7 +252,6 @@ class Layer:
 
 
 def layer_of(model, packet, i, gamma, rule, readers):
-    """The packet's Layer i."""
     source, attn = packet.source, model.blocks[i].attn
     u = source.bus * gamma
     own = packet.layer(i, u)
@@ -262,8 +261,7 @@ def layer_of(model, packet, i, gamma, rule, readers):
     if rule.probes_attention:
         if source.layers[i]["y"].dtype != u.dtype:
             # a bfloat16 y is rounded by about what a probe of q or k does to it
-            y = attend(theirs["q"], theirs["k"], theirs["v"], layer.mask())
-            layer.theirs = {**theirs, "y": y.flatten(2)}
+            layer.theirs = {**theirs, "y": attend(theirs, layer.mask()).flatten(2)}
         if group_size(packet.tokens, rule) == 1:
             layer.S = torch.mm(u, W.to(u.dtype)).mul_(rule.scale_factor)
     return layer
@@ -284,9 +282,9 @@ def attention_map(layer, window):
     return torch.baddbmm(bias, q, k.mT, alpha=D**-0.5).softmax(-1).view(B, H, T, T)
 
 
-def attend(q, k, v, mask):
-    """Causal attention output [B, T, H, D]."""
-    return model_attend(*(z.transpose(1, 2) for z in (q, k, v)), mask).transpose(1, 2)
+def attend(layer, mask):
+    """Attention output [B, T, H, D] of a layer's q, k and v."""
+    return model_attend(*(layer[z].transpose(1, 2) for z in "qkv"), mask).transpose(1, 2)
 
 
 def fc_credit(packet, layer, W, rule):
@@ -325,9 +323,8 @@ def filter_credit(layer, credit, rule, window):
 
 def attention_shift(layer, moved):
     """What y [B, T, H, D] changes by when {"q": ..., "k": ...} or one of them is moved."""
-    q, k = (moved.get(z, layer.theirs[z]) for z in ("q", "k"))
-    v = layer.theirs["v"]
-    return attend(q, k, v, layer.mask()) - layer.theirs["y"].view_as(v)
+    y = attend({**layer.theirs, **moved}, layer.mask())
+    return y - layer.theirs["y"].view_as(y)
 
 
 def head_reward(packet, dy, layer, rule):
@@ -547,7 +544,7 @@ def sr_np(model, packet, targets, rule):
             rows.append(torch.randn(shape[1:], generator=gen))
         return torch.stack(rows).to(x0)
 
-    def estimate(name, shape, end):
+    def estimate(name, end, shape=x0.shape):
         # end(perturbation) -> x_L; returns credit [N, cols]
         draws = [gauss(name, k, shape) for k in range(K)]
         ends = (end(sigma * z).flatten(0, 1) for z in draws)
@@ -556,10 +553,10 @@ def sr_np(model, packet, targets, rule):
         return sum(r * z for r, z in zip(reward, draws)).flatten(0, 1) / (K * sigma)
 
     def all_layers(z):
-        moved = norm(packet.e.view(B, T, -1) + z)
+        moved = norm(packet.e.view_as(x0) + z)
         return model.layers(idx, moved, moved)
 
-    rows = estimate("wte", x0.shape, all_layers)
+    rows = estimate("wte", all_layers)
     grads = {"wte.weight": scatter(idx, rows, model.wte.weight)}
     for i, block in enumerate(model.blocks):
         name, layer = f"blocks.{i}.", packet.layer(i, x0)
@@ -577,20 +574,19 @@ def sr_np(model, packet, targets, rule):
             x = start + block.attn.c_proj(layer["y"] + z)
             return rest(x + block.ffn(norm(x)))
 
-        u = estimate(f"out{i}", x0.shape, lambda z: rest(states[i] + z))
+        u = estimate(f"out{i}", lambda z: rest(states[i] + z))
         grads[f"{name}attn.c_proj.weight"] = outer(u, layer["y"], -1 / n)
         grads[f"{name}ffn.c_proj.weight"] = outer(u, h, -1 / n)
-        credit = estimate(f"fc{i}", h.shape, behind_fc)
+        credit = estimate(f"fc{i}", behind_fc, h.shape)
         grads[f"{name}ffn.c_fc.weight"] = outer(credit, layer["mlp_in"], -1 / n)
-        out = estimate(f"y{i}", x0.shape, behind_attention).view_as(layer["q"])
+        out = estimate(f"y{i}", behind_attention).view_as(layer["q"])
         A, credit = attention_map(layer, block.attn.window), 0.0
         for k in range(K):
             a = gauss(f"v{i}", k, x0.shape).view_as(out)
             dy = (A @ a.transpose(1, 2)).transpose(1, 2)
             R = future_sum((out * dy).sum(-1), 0.98, block.attn.window)
             credit = credit + R.unsqueeze(-1) * a / K
-        credit = credit.flatten(2).flatten(0, 1)
-        grads.update(value_grads(model, packet, i, layer, credit))
+        grads.update(value_grads(model, packet, i, layer, credit.flatten(2).flatten(0, 1)))
     return grads
 
 
@@ -598,16 +594,13 @@ def sr_np(model, packet, targets, rule):
 
 @dataclass(frozen=True)
 class Method:
-    """How a method finds its gradients. One of these, or none of them (the head alone learns):
+    """How a method finds its gradients: stages, gradients, autograd, or the head's alone.
 
-    stages: {stage: (model, packet, rule, readers, world) -> {name: pseudo-gradient}}.
-    gradients: (model, packet, targets, rule) -> {name: pseudo-gradient}.
-    autograd: the exact gradient, by a backward pass.
-
-    delays: {stage: age of a packet when its credit is installed}. late: rewards come from the batch
-    of the step that builds them. learns: the parts that have a rule. probes_qk: so have q, k and
-    temperatures. min_draws: fewer give no credit. flags: those that act, of those that not all
-    methods have.
+    stages: {stage: (model, packet, rule, readers, world) -> {name: pseudo-gradient}}. gradients:
+    (model, packet, targets, rule) -> the same. autograd: by a backward pass. delays: {stage: age of
+    a packet when its credit is installed}. late: rewards come from the batch of the step that
+    builds them. learns: the parts that have a rule. probes_qk: so have q, k and temperatures.
+    min_draws: fewer give no credit. flags: those that act, of those that not all methods have.
     """
     stages: dict = field(default_factory=dict)
     gradients: Callable = None
@@ -617,14 +610,13 @@ class Method:
     learns: tuple = ("lm_head", "wte", "layers")
     probes_qk: bool = False
     min_draws: int = 1
-    flags: frozenset = frozenset()
+    flags: set = field(default_factory=set)
 
 
 NOW = {2: 0, 1: 0}
-PROBES = frozenset({"sigma"})
-DRAWS = PROBES | {"draws"}
-STREAMS = PROBES | {"streams", "scale_factor", "project", "tangent", "center", "wte_route",
-                    "packet_dtype", "precision"}
+DRAWS = {"sigma", "draws"}
+STREAMS = {"sigma", "streams", "scale_factor", "project", "tangent", "center", "wte_route",
+           "packet_dtype", "precision"}
 DELAYED = STREAMS | {"clock", "filtered_v", "reader", "qk_probe", "gamma_k", "probes",
                      "unit_rms_qk", "tangent_qk"}
 METHODS = {
@@ -659,14 +651,15 @@ class Rule:
     wte_route: str = flag("skip", "wte's receiver: the skip alpha_0 I (Prop. 3), or lm_head", choices=("skip", "head"))
     filtered_v: bool = flag(True, "pair c_v's credit with the attention-filtered input (Prop. 2)")
     active: str = flag("none", "attention matrices that learn beside c_v and c_proj", choices=("none", "q", "k", "qk"))
-    qk_probe: str = flag("decoupled", "q and k: probed apart, at once, in turn", choices=("decoupled", "coupled", "multiplexed"))
+    qk_probe: str = flag("decoupled", "probe q and k apart, in one pass, or on alternate steps",
+                         choices=("decoupled", "coupled", "multiplexed"))
     gamma_k: float = flag(0.85, "discount of future queries' rewards in a key's credit", low=0, high=1)
     probes: int = flag(1, "probes of q and k averaged before the outer product", low=1, high=4096)
     spherical: bool = flag(True, "c_q and c_k keep their first Frobenius norm")
     unit_rms_qk: bool = flag(True, "q and k probes have root mean square 1 per head")
     tangent_qk: bool = flag(True, "q and k probes are tangent to the QK-norm")
     head_temp: bool = flag(False, "learn one temperature per head")
-    reader: str = flag("live", "weights that rewards read (exp36 B)", choices=("live", "muon_colnorm", "adamw_frobnorm"))
+    reader: str = flag("live", "weights that rewards read", choices=("live", "muon_colnorm", "adamw_frobnorm"))
     draws: int = flag(16, "draws K of sr_lnp, and of each site of sr_np (the paper: 4)", low=1, high=2**20)
     hidden_opt: str = flag("muon", "optimizer of the hidden matrices", choices=("muon", "adamw"))
     hidden_lr: float = flag(0.006, "rate of the hidden matrices", **RATE)
@@ -685,7 +678,8 @@ class Rule:
     adamw_anneal: bool = flag(True, "AdamW's rates fall too, not only Muon's")
     packets: str = flag("device", "memory in which packets wait", choices=("device", "host"), names=False)
     packet_dtype: str = flag("float32", "precision of what layers leave in a packet", choices=("float32", "bfloat16"))
-    impl: str = flag("auto", "contraction; outer materialises it", choices=("auto", "torch", "triton", "outer"), names=False)
+    impl: str = flag("auto", "contraction; auto: Triton on CUDA, else torch; outer: the materialising baseline",
+                     choices=("auto", "torch", "triton", "outer"), names=False)
     precision: str = flag("ieee", "input precision of the Triton kernels", choices=("ieee", "tf32x3", "tf32", "bf16"))
 
     @property

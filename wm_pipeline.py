@@ -36,10 +36,9 @@ NEEDS = {
 
 def check_model(cfg, rule):
     """UserError where the method's formulas do not describe the model of this GPTConfig."""
-    method = METHODS[rule.method]
+    method, needs = METHODS[rule.method], {}
     if method.autograd:
         return   # exact for whatever it is given
-    needs = {}
     for part in method.learns:
         needs.update(NEEDS[part])
     if "layers" in method.learns:
@@ -49,8 +48,8 @@ def check_model(cfg, rule):
     for name, value in needs.items():
         found = getattr(cfg, name)
         if found != value:
-            why = f"its credit is derived for {name} {value}"
-            raise UserError(f"--method {rule.method}: the model has {name} {found}, but {why}")
+            wants = f"--method {rule.method} is derived for {name} {value}"
+            raise UserError(f"{wants}; the model has {found}")
 
 
 # ---- packets ----

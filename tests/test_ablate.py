@@ -438,7 +438,7 @@ def test_two_rates_are_two_knobs(fresh):
 
 
 def test_bench_times_the_step_that_is_taken(fresh, monkeypatch):
-    """bench.py, which imports no script, takes the same steps on one batch, bit for bit."""
+    """bench.py takes the same steps on one batch, bit for bit."""
     import bench
     x = torch.arange(64).view(4, 16)
     monkeypatch.setattr(RandomBatches, "next", lambda self: (x, x + 1))

@@ -1,4 +1,4 @@
-"""Fast weights: a memory S [D, D] per head, written at every token and read by a query.
+"""Fast weights: a memory S [D, D] per head, written at every token, read by a query.
 
     linear          S_t = S_{t-1} + v_t k_t^T,  z_t = z_{t-1} + k_t,                 (ABL 20)
                     y_t = S_t q_t / (z_t . q_t)
@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 32
-EPS = 1e-6       # added to linear attention's normaliser
+EPS = 1e-6   # added to linear attention's normaliser
 
 
 def linear_recurrent(q, k, v):
-    """Linear attention token by token: y, like positive features q, k and values v [B, H, T, D]."""
+    """Linear attention token by token: y, like positive q and k and values v [B, H, T, D]."""
     S, z = v.new_zeros(*v.shape[:2], v.size(-1), k.size(-1)), torch.zeros_like(k[:, :, 0])
     out = []
     for t in range(q.size(2)):
@@ -46,7 +46,7 @@ def linear_chunk(q, k, v, chunk=CHUNK):
 
 
 def delta_recurrent(q, k, v, beta, log_decay=None):
-    """The delta rule token by token: y [B, H, T, D] from q, k, v [B, H, T, D] and beta [B, H, T].
+    """The delta rule token by token: y, like q, k, v [B, H, T, D]; beta [B, H, T].
 
     log_decay: log a, [B, H, T] or [B, H, T, D], or None.
     """

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 # logits held at once by the chunked loss: 4 MiB in float32, which stays in a CPU's cache
 LOSS_CHUNK_ELEMENTS = 1 << 20
-FAST, SLOW = 0.9, 0.99           # decays of the two averages of a loss (ABL 4, 5)
+FAST, SLOW = 0.9, 0.99   # decays of the two averages of a loss (ABL 4, 5)
 
 
 def capped_logits(x, weight, softcap):
@@ -93,7 +93,7 @@ def chunked_loss(x, weight, targets, softcap=0.0, reduction="mean", chunk=None, 
 
 
 def _recomputed_nats(x, weight, y, softcap, chunk):
-    """Nats [N], each with an upstream gradient of its own: backward makes the logits again."""
+    """Nats [N] with upstream gradients of their own: backward makes the logits again."""
     from torch.utils.checkpoint import checkpoint
     return torch.cat([checkpoint(plain_loss, x[i:i + chunk], weight, y[i:i + chunk], softcap,
                                  "none", use_reentrant=False) for i in range(0, len(x), chunk)])
@@ -101,9 +101,9 @@ def _recomputed_nats(x, weight, y, softcap, chunk):
 
 @torch.no_grad()
 def update_averages_(fast, slow, mean, here, first):
-    """Move the fast and slow running averages of a loss towards `mean`, in place.
+    """Move the fast and slow averages of a loss towards `mean`, in place; all of one shape.
 
-    All of one shape; here (a loss was seen) and first (the averages start at it) are boolean.
+    here (a loss was seen) and first (the averages start at it) are boolean.
     """
     for average, decay in ((fast, FAST), (slow, SLOW)):
         moved = decay * average + (1 - decay) * mean

@@ -47,10 +47,10 @@ from common import UserError, derive_seed
 from fast_weights import delta_chunk, delta_recurrent, linear_chunk, linear_recurrent
 from loss import capped_logits, chunked_loss, update_averages_
 
-VE_GATE_CHANNELS = 32            # the value-embedding gate reads this many channels of its input
-BALANCE_COEFFICIENT = 0.01       # of the routers' balance losses (ABL 5)
-HIGHWAY_BIAS = -2.0              # carry first, as in the Highway paper
-NORMAL_STD = 0.02                # of init "normal", as in GPT-2, without its scaling by depth
+VE_GATE_CHANNELS = 32        # the value-embedding gate reads this many channels of its input
+BALANCE_COEFFICIENT = 0.01   # of the routers' balance losses (ABL 5)
+HIGHWAY_BIAS = -2.0          # carry first, as in the Highway paper
+NORMAL_STD = 0.02            # of init "normal", as in GPT-2, without its scaling by depth
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GPTConfig:
     n_embd: int
     vocab_size: int = 8192
     sequence_len: int = 2048
-    # per layer, repeated: L sees all of T, S the last T/2; the last layer is always L
+    # per layer, repeated: L sees all of T, S the last T/2; the last layer is an L
     window_pattern: str = "SSSL"
     rope_base: float = 10_000.0
     softcap: float = 15.0          # logits are softcap * tanh(z / softcap); 0: as they are
@@ -626,10 +626,8 @@ MODERN = dict(
     n_layer=4, n_head=6, n_embd=192, sequence_len=128, window_pattern="L", softcap=0.0,
     ffn="swiglu", norm="rms_affine", tie=True, dropout=0.2, qk_norm=False, embed_norm=False,
     x0_skip=False, value_embeds=False, init="normal")
-TABLES = ("wte", "value_embeds", "oe")   # roles of embeddings by token
 LAMBDAS = ("resid_lambdas", "x0_lambdas", "wte_lambdas", "out_lambdas")
-# the role of these is the first part of their name
-OWN_ROLES = ("wte", "wpe", "value_embeds", "lm_head", *LAMBDAS)
+OWN_ROLES = ("wte", "wpe", "value_embeds", "lm_head", *LAMBDAS)   # named as their parameters
 # what no generator draws
 FIRST_VALUES = dict(zip(LAMBDAS, (1.0, 0.1, 0.0, 0.0)), q_log=0.0, oe=0.0)
 
@@ -718,11 +716,11 @@ class GPT(nn.Module):
         return torch.rand(shape, generator=gen) * (2 * bound) - bound
 
     def set_dtype(self, dtype):
-        """The model in a run's precision: bfloat16 of TABLES only, float64 of everything."""
+        """The model in a run's precision: bfloat16 of embeddings by token, float64 of all."""
         if dtype == torch.float64:
             return self.double()
         for _, role, p in self.roles():
-            if role in TABLES:
+            if role in ("wte", "value_embeds", "oe"):
                 p.data = p.data.to(dtype)
         return self
 

@@ -40,9 +40,9 @@ POLAR_COEFFICIENTS = (  # Polar Express, five steps, as published
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-WARM_STEPS = 11        # the OE paper's untimed steps: progress counts from there ...
-SHORT_RUN = 100        # ... except in runs shorter than this
-MUON_RAMP = 300        # steps over which Muon's momentum rises from 0.85 to 0.95
+WARM_STEPS = 11   # the OE paper's untimed steps: progress counts from there ...
+SHORT_RUN = 100   # ... except in runs shorter than this
+MUON_RAMP = 300   # steps over which Muon's momentum rises from 0.85 to 0.95
 TINY = 1e-30
 
 
@@ -69,7 +69,7 @@ def run_progress(step, steps):
 
 
 def warmup_multiplier(step, steps, warmup, schedule="cosine"):
-    """Learning-rate factor of `step` (0-based): (step + 1) / warmup, then the schedule."""
+    """Factor of the learning rate at `step` (0-based): (step + 1) / warmup, then the schedule."""
     if step < warmup:
         return (step + 1) / warmup
     return SCHEDULES[schedule]((step - warmup) / max(1, steps - warmup))
@@ -89,7 +89,7 @@ def homotopy(step, tau):
 # ---- rules ----
 
 def polar_express(G, steps=5):
-    """Approximate polar factor of G [..., m, n], in G's dtype: singular values go to about 1."""
+    """Polar factor of G [..., m, n], in G's dtype: singular values go to about 1."""
     X = G / (G.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     wide = G.size(-2) <= G.size(-1)
     X = X if wide else X.mT
@@ -158,13 +158,13 @@ def neumann_whiten_rows(U, alpha):
 
 
 def entrywise_adamw(m, v, step, beta1, beta2, eps):
-    """AdamW's direction from its moments after `step` updates: m_hat / (sqrt(v_hat) + eps)."""
+    """AdamW's direction from its moments after `step` updates."""
     root = (v / (1 - beta2**step)).sqrt_().add_(eps)
     return m / root.mul_(1 - beta1**step)
 
 
 def row_isotropic_adamw(m, v, step, beta1, beta2, eps):
-    """entrywise_adamw with v averaged over the last dimension, row by row (WM 3.4)."""
+    """entrywise_adamw with v averaged over its last dimension."""
     return entrywise_adamw(m, v.mean(dim=-1, keepdim=True), step, beta1, beta2, eps)
 
 
@@ -221,8 +221,8 @@ def oe_row_update(table, grad, count, lr, whiten=0.0):
     """Moment-free update of a hashed table's visited rows, in place; returns those rows (int64).
 
     table, grad [rows, n]; count [rows] float32, visits since the last update, which is set to 0.
-    The rms is over all visited entries. whiten > 0 applies the Neumann step of that strength to
-    gbar first (the paper's Table-Neumann control). Rows with count 0 keep every bit.
+    The rms is over all visited entries. whiten: strength of a Neumann step on gbar before (the
+    paper's Table-Neumann control). Rows with count 0 keep every bit.
     """
     rows = count.nonzero().squeeze(1)
     if len(rows):
@@ -462,7 +462,7 @@ def native_groups(roles, width, *, matrix_kind="muon", head_lr=0.004, embed_lr=0
         "matrix": dict(kind=matrix_kind, initial_lr=muon_lr, initial_decay=weight_decay,
                        equilibrate_tau=equilibrate_tau, polar_dtype=polar_dtype),
         "oe": dict(kind="oe", initial_lr=oe_lr * scale, neumann_tau=table_neumann_tau),
-        "vector": resid, "wpe": head,  # of ablated parts; the backbone has none
+        "vector": resid, "wpe": head,  # of ablated parts
     }
     return [{"kind": "adamw", **recipe[role], "role": role, "params": params}
             for role, params in by_role.items()]
@@ -471,14 +471,13 @@ def native_groups(roles, width, *, matrix_kind="muon", head_lr=0.004, embed_lr=0
 # ---- step-0 controls (OE 4.5) ----
 
 ROUTE_SCALARS = ("wte_lambdas", "out_lambdas")
-ALL_SCALARS = ("resid_lambdas", "x0_lambdas", *ROUTE_SCALARS)
 STEP0 = {  # mode -> (roles it acts on, what of their first step survives)
     "full": ((), "displacement, moments, counter"),
     "nostep0": (ROUTE_SCALARS, "nothing"),
     "mom_only_nodisp": (ROUTE_SCALARS, "moments, counter"),
     "disp_only_nomom": (ROUTE_SCALARS, "displacement"),
     "disp_stepcount_nomom": (ROUTE_SCALARS, "displacement, counter"),
-    "nostep0_all": (ALL_SCALARS, "nothing"),
+    "nostep0_all": (("resid_lambdas", "x0_lambdas", *ROUTE_SCALARS), "nothing"),
 }
 
 

@@ -165,10 +165,8 @@ def wm_credit(u, dy, W, xi, sigma, group=1, scale=1.0, impl="auto", precision="i
     for part in _blocks(dy.shape, group):
         xi, p = rows(part), product[part]
         p.mul_(relu2_gain(dy[part].to(work), xi, sigma) if relu2 else dy[part])
-        if group > 1 and relu2:
-            p.mul_(xi)
         if group > 1:
-            p = p.unflatten(0, (-1, group))  # [streams, group, I]
+            p = (p.mul_(xi) if relu2 else p).unflatten(0, (-1, group))  # [streams, group, I]
             p.copy_(p.sum(1, keepdim=True).expand(p.shape))
         if group > 1 or not relu2:  # else the sign of the displacement meets itself
             product[part].mul_(xi)

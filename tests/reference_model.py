@@ -1,5 +1,5 @@
 """The forward pass of every GPTConfig as the papers write it: one row, token and head at a time, in
-float64, and small models to compare with it."""
+float64, and small models."""
 import torch
 
 from model import GPT, GPTConfig, oe_ids

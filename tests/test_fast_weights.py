@@ -129,7 +129,7 @@ def test_linear_is_attention_with_positive_weights():
 def test_a_decay_of_zero_forgets_everything():
     inputs = case("delta", T=20)
     g = torch.zeros(2, 3, 20, dtype=torch.float64)
-    g[:, :, 11] = -1e4                                          # far below what exp can hold
+    g[:, :, 11] = -1e4   # far below what exp can hold
     tail = delta_chunk(*(z[:, :, 11:] for z in inputs))
     for log_decay in (g, g.unsqueeze(-1).expand(-1, -1, -1, 5)):
         torch.testing.assert_close(delta_chunk(*inputs, log_decay)[:, :, 11:], tail)

@@ -1,4 +1,4 @@
-"""The parts of model.py one by one: positions, fast weights, experts, dropout, gates; loss.py."""
+"""model.py, its parts: positions, fast weights, experts, dropout, gates; loss.py."""
 import copy
 import math
 
@@ -34,7 +34,7 @@ def test_alibi_slopes_and_bias():
 def test_alibi_respects_windows():
     masks = tiny(pos="alibi", window_pattern="S")._masks(11, "cpu")
     assert masks[5][0, 10].isinf().tolist() == [True] * 5 + [False] * 6   # T/2 and itself
-    assert masks[11][0, 10].isfinite().all()                              # the last layer is long
+    assert masks[11][0, 10].isfinite().all()   # the last layer is long
 
 
 # ---- fast weights ----
@@ -59,7 +59,7 @@ def test_moe_balance_loss_by_hand_and_only_in_training():
     plain, trace = model.eval()(idx, y), {}
     model.train()
     total = model(idx, y, trace=trace)
-    assert model.blocks[0].ffn.balance is None                        # nothing holds the graph
+    assert model.blocks[0].ffn.balance is None   # nothing holds the graph
     by_hand = 0.0
     for layer in trace["layers"]:
         p, chosen = layer["router"].flatten(0, 1), layer["chosen"].flatten(0, 1).tolist()
@@ -162,7 +162,7 @@ def test_router_progress_averages_and_bias_by_hand():
             z = (falling - falling.mean()) / falling.std(correction=0).clamp_min(1e-8)
             torch.testing.assert_close(block.ffn.bias(), 0.5 * z, rtol=1e-2, atol=1e-2)
     before = model.eval()(idx)
-    assert torch.equal(before, model(idx))                            # no update in eval mode
+    assert torch.equal(before, model(idx))   # no update in eval mode
     for block in model.blocks:
         block.ffn.averages.zero_()
     assert not torch.equal(before, model(idx))
@@ -213,7 +213,7 @@ def test_dropout_reaches_embedding_attention_feed_forward_and_the_probabilities(
                            "blocks.1.ffn.drop", "drop", "history.drop"]
     for block in model.blocks:
         block.attn.p_drop = 0.0
-    for name in sites:                                    # each one alone changes the output
+    for name in sites:   # each one alone changes the output
         for other, m in sites.items():
             m.p = 0.4 if other == name else 0.0
         assert not torch.equal(model(tokens()), model(tokens())), name
@@ -237,7 +237,7 @@ def test_dropout_drops_and_rescales(p):
     assert torch.equal(x.grad, y.detach()) and torch.equal(y.detach(), level * kept.double())
     assert abs(level * (1 - p) - 1) < 2**-16 / (1 - p)
     z = (kept.double() - (1 - p)).flatten() / (p * (1 - p)) ** 0.5
-    for lag in (1, 2, 3, 4, 8, 1003):     # elements that share a draw know nothing of each other
+    for lag in (1, 2, 3, 4, 8, 1003):   # elements that share a draw know nothing of each other
         assert abs((z[lag:] * z[:-lag]).mean().item()) < 5 / n**0.5
     assert not torch.equal(drop(x, p), y) and torch.equal(drop(x, 0.0), x)
 
@@ -258,7 +258,7 @@ def test_attention_with_dropout_is_attention(kind, monkeypatch):
 
 def test_norms_by_their_formulas():
     x, rms = torch.randn(3, 7, 24), NORM["rms"](modern(norm="rms", norm_eps=0.5))
-    assert torch.equal(RMSNorm(modern())(x), norm(x))                 # weights of 1 are neutral
+    assert torch.equal(RMSNorm(modern())(x), norm(x))   # weights of 1 are neutral
     torch.testing.assert_close(NORM["layer"](modern())(x), F.layer_norm(x, (24,)))
     torch.testing.assert_close(rms(x), x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt())
     assert torch.equal(norm(x), norm(x, 2.0**-23)) and norm(x.bfloat16()).dtype == torch.bfloat16

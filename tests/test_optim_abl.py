@@ -95,13 +95,13 @@ def test_normuon_switch_acts():
 
 def logits(x, wq, wk, heads):
     q, k = ((x @ w.T).unflatten(-1, (heads, -1)).transpose(0, 1) for w in (wq, wk))
-    return q @ k.mT / q.size(-1) ** 0.5     # [heads, T, T]
+    return q @ k.mT / q.size(-1) ** 0.5   # [heads, T, T]
 
 
 def test_qk_clip_brings_each_hot_head_to_tau_and_leaves_the_rest():
     x, wq, wk = random(11, 9, seed=1), random(12, 9, seed=2), random(12, 9, seed=3)
     before = logits(x, wq, wk, 4).amax(dim=(1, 2))
-    tau = before.median().item() * 1.01         # some heads above, some below
+    tau = before.median().item() * 1.01   # some heads above, some below
     a, b = wq.clone(), wk.clone()
     qk_clip_(a, b, before, tau)
     after = logits(x, a, b, 4).amax(dim=(1, 2))

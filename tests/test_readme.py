@@ -39,7 +39,7 @@ def results(folder):
 
 
 def test_there_are_commands():
-    assert {script for script, _ in commands()} == set(SCRIPTS) and len(commands()) > 8
+    assert {script for script, _ in commands()} == set(SCRIPTS) and len(commands()) > 7
 
 
 def shown(value):

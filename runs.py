@@ -169,7 +169,7 @@ def locked(path, wait=False):
             try:
                 yield
             finally:
-                os.unlink(lock)
+                lock.unlink(missing_ok=True)
             return
 
 
@@ -319,6 +319,9 @@ class Run:
         keys = (*self.identity, "config", *parts, "step", "curve", "train_s")
         saved = common.load_checkpoint(self.checkpoint, keys)
         check_same(self.checkpoint, saved, self.identity)
+        was, now = saved["config"].get("dtype"), self.flags["dtype"]
+        if was != now:   # --dtype auto on another device
+            raise UserError(f"{self.checkpoint} was trained in {was}; go on with --dtype {was}")
         with common.reading(self.checkpoint):
             for name, part in parts.items():
                 part.load_state_dict(saved[name])

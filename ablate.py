@@ -48,7 +48,7 @@ import common
 import runs
 import stats
 from batches import DEFAULT_STORE, RandomBatches, evaluate_bpb, fixed_windows
-from common import UserError, derive_seed, flag
+from common import BadFile, UserError, derive_seed, flag
 from data import open_corpus
 from loss import update_averages_
 from model import (ATTN, FAST_WEIGHT_IMPL, FFN, GPT, MOE_HIDDEN, MOE_ROUTER, NORM, POS, RESID,
@@ -120,7 +120,7 @@ class Config:
                           "is a store", names=False)
     vocab_size: Optional[int] = flag(None, "ids of the tokenizer that is trained on text (default: 8192)",
                                      low=260, high=2**20, names=False)
-    out: str = flag("results/ablate", "folder of results", names=False)
+    out: str = flag("results", "folder of results", names=False)
     save_every: int = flag(100, "steps between a cell's checkpoints; 0: only after its last one", low=0, high=10**9,
                            names=False)
     keep_checkpoints: bool = flag(False, "keep the checkpoints of finished cells, for eval_heldout.py", names=False)
@@ -493,28 +493,14 @@ class Cell:
 
 def make_cells(config, sweep, corpus):
     """[Cell], seeds outermost: a sweep that is cut short has all configs of its first seeds."""
-    script, cells = Path(__file__).name, []
+    script, device, cells = Path(__file__).name, common.pick_device(config.device), []
     for seed in sweep.seeds:
         for arm in sweep.configs:
             # the sweep, not the cell, decides what --force overwrites
             mine = dataclasses.replace(config_of(config, arm), seed=seed, force=False)
-            base, size, idle = naming(mine)
-            name = runs.run_name(script, mine, base, size, corpus.label, idle)
-            identity = {"script": script, "arm": arm, "seed": seed, "data_digest": corpus.digest,
-                        "changed": common.changed_flags(mine, idle)}
+            name, identity = runs.identify(script, mine, *naming(mine), corpus, device)
             cells.append(Cell(mine, Path(config.out) / f"{name}.json", identity))
     return cells
-
-
-def read_cell(cell):
-    """The record of a finished cell; UserError when the file is damaged or another run's."""
-    record = runs.read_record(cell.path, cell.identity)
-    with common.reading(cell.path, "result"):
-        float(record["params"]["total"]), float(record["timing"]["train_s"])
-        if record["status"] == "finished":
-            # null: the scored tokens hold no bytes
-            float(record["metrics"]["val_loss"]), float(record["metrics"]["val_bpb"] or 0)
-    return record
 
 
 def is_there(path, since=0.0):
@@ -531,8 +517,8 @@ def read_cells(cells, since=0.0):
     for cell in cells:
         if is_there(cell.path, since):
             try:
-                records[cell] = read_cell(cell)
-            except UserError as err:
+                records[cell] = runs.read_record(cell.path, cell.identity)
+            except BadFile as err:
                 wrong[cell] = str(err)
     return records, wrong
 
@@ -605,11 +591,11 @@ class Meter:
 
 
 def run_cells(cells, corpus, since=0.0):
-    """Compute the cells that nobody has finished or is computing. Was it asked to stop?
+    """Compute the cells that nobody has finished or is computing; returns an exit code.
 
     A cell is taken under a lock and looked for once more behind it, so that no two processes
     compute it; what others hold is tried again after the rest. since: results from before that
-    time do not count. A file that cannot be read is named, and its cell left alone.
+    time do not count. A file that cannot be read is named, its cell left alone: 2. 130: stopped.
     """
     records, wrong = read_cells(cells, since)
     for text in wrong.values():
@@ -626,15 +612,19 @@ def run_cells(cells, corpus, since=0.0):
                     run_cell(cell, corpus, since, meter, pending)
                 except runs.Busy:
                     busy.append(cell)
+                except BadFile as err:   # its checkpoint
+                    print(f"error: {err}", file=sys.stderr)
+                    wrong[cell] = str(err)
+                    meter.skip(cell.config)
                 if stop or meter.asked_to_stop:
-                    return True
+                    return 130
             if len(busy) == len(pending):
                 break
             pending = busy
     if pending:
         names = ", ".join(f"{c.config.arm} seed {c.config.seed}" for c in pending)
         print(f"{len(pending)} cells are being computed by other processes: {names}")
-    return False
+    return 2 if wrong else 0
 
 
 def run_cell(cell, corpus, since, meter, pending):
@@ -784,7 +774,7 @@ def conclude(config, sweep, cells):
     identity = {"script": cells[0].identity["script"], "changed": common.changed_flags(config),
                 "arms": arms, "seeds": seeds, "ref": ref,
                 "data_digest": cells[0].identity["data_digest"]}
-    stem = "" if identity["script"] in common.OWN_SCRIPTS else f"{Path(__file__).stem}-"
+    stem = runs.prefix(identity["script"])
     more = f"+{len(arms) - 1}" if len(arms) > 1 else ""
     name = f"{stem}{arms[0]}{more}_i{config.max_iters}-{common.short_hash(identity)}.json"
     path = Path(config.out) / "summary" / name
@@ -1020,18 +1010,16 @@ def main(argv=None):
     if os.environ.get("WORLD_SIZE", "1") != "1":
         how = "start this script several times, or use --shard"
         raise UserError(f"WORLD_SIZE is set, but one process trains a cell; {how}")
-    device = common.pick_device(config.device)
-    if config.dtype == common.dtype_name("auto", device):
-        config = dataclasses.replace(config, dtype="auto")   # one name for one computation
     corpus = open_corpus(config.data, config.tokenizer, config.vocab_size)
     config = dataclasses.replace(config, vocab_size=corpus.vocab_size)
     cells = make_cells(config, sweep, corpus)
     check_cells(cells, corpus)
     i, n = sweep.shard
-    if run_cells(cells[i - 1::n], corpus, time.time() if config.force else 0.0):
+    code = run_cells(cells[i - 1::n], corpus, time.time() if config.force else 0.0)
+    if code == 130:
         print("stopped; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return conclude(config, sweep, cells)
+        return code
+    return conclude(config, sweep, cells) or code
 
 
 if __name__ == "__main__":

@@ -37,6 +37,10 @@ class UserError(Exception):
     """A mistake of the user's: the message says in one line what was wrong and what to do."""
 
 
+class BadFile(UserError):
+    """A checkpoint or result is damaged, or another run's."""
+
+
 def cli(main, argv=None):
     """Run main(argv) as a program: a UserError or a failed file operation is one line and code 2."""
     try:
@@ -209,7 +213,9 @@ def pick_device(name="auto"):
     if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
         raise UserError(f"--device {name} is no device; use auto, cpu, cuda, cuda:N or mps")
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    # torch keeps the number in a byte: cuda:256 would be cuda:0
+    index = int(name.partition(":")[2] or 0)
+    if device.type == "cuda" and index >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
         raise UserError(f"--device {name}: {seen}; use --device cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -223,11 +229,6 @@ def pick_dtype(name, device):
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, name)
-
-
-def dtype_name(name, device):
-    """The name of the dtype that pick_dtype() picks."""
-    return str(pick_dtype(name, device)).split(".")[1]
 
 
 def autocast(device, dtype):
@@ -311,36 +312,36 @@ def save_checkpoint(path, payload):
 def load_checkpoint(path, keys=(), map_location="cpu"):
     """Read a checkpoint without running any code in it.
 
-    UserError when it is missing, truncated, not ours or lacks one of `keys`.
+    BadFile when it is missing, truncated, not ours or lacks one of `keys`.
     """
     import torch
     if not Path(path).is_file():
-        raise UserError(f"{path}: no such checkpoint")
+        raise BadFile(f"{path}: no such checkpoint")
     try:
         payload = torch.load(path, map_location=map_location, weights_only=True)
     except Exception:  # torch raises half a dozen types for a broken archive
         why = "is truncated or not a checkpoint"
-        raise UserError(f"{path} {why}; delete it or name another") from None
+        raise BadFile(f"{path} {why}; delete it or name another") from None
     if not isinstance(payload, dict) or payload.get("format") != CHECKPOINT_FORMAT:
         why = f"is a torch file but not a checkpoint of this version (format {CHECKPOINT_FORMAT!r})"
-        raise UserError(f"{path} {why}; delete it or name another")
+        raise BadFile(f"{path} {why}; delete it or name another")
     kinds = {"step": int, **dict.fromkeys(("config", "model_config", "model", "changed"), dict)}
     wrong = [k for k in keys if k not in payload]
     wrong += [k for k, kind in kinds.items() if k in payload and not isinstance(payload[k], kind)]
     if wrong:
         why = f"its {', '.join(wrong)} cannot be read"
-        raise UserError(f"{path} is a damaged checkpoint ({why}); delete it or name another")
+        raise BadFile(f"{path} is a damaged checkpoint ({why}); delete it or name another")
     return payload
 
 
 @contextmanager
 def reading(path, what="checkpoint"):
-    """For code that takes a file apart: what its contents make fail becomes a UserError."""
+    """For code that takes a file apart: what its contents make fail becomes a BadFile."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as err:
         kind = type(err).__name__
-        raise UserError(f"{path} is a damaged {what} ({kind}); delete it or name another") from None
+        raise BadFile(f"{path} is a damaged {what} ({kind}); delete it or name another") from None
 
 
 # ---- records ----
@@ -351,22 +352,25 @@ def short_hash(value):
 
 
 def _git(*args):
-    command = ["git", *args]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True,
+                              timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
 
 
 @functools.cache
-def env_record(device):
+def env_record(device, script):
     """What a stranger needs to repeat a run: versions, device, threads, git, sources, command.
 
-    Of the sources as they were first looked at: a file edited later was not what ran.
+    sources: the script and the project's files that it has imported, as they were first looked at.
     """
     import torch
-    digests = {p.name: hashlib.sha256(p.read_bytes()) for p in sorted(ROOT.glob("*.py"))}
+    imported = [Path(getattr(m, "__file__", None) or "") for m in list(sys.modules.values())]
+    files = {path.name: path for path in imported if path.parent == ROOT}
+    files[Path(script).name] = Path(script)
+    digests = {name: hashlib.sha256(path.read_bytes()) for name, path in sorted(files.items())}
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

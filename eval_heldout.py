@@ -54,6 +54,7 @@ def open_own_corpus(path, saved, folder):
     """
     with common.reading(path):
         trained_on, digest = saved["config"]["data"], saved["data_digest"]
+        reads_text = "tokenizer" in saved["config"]   # ablate.py's flag
         tokenizer = saved["config"].get("tokenizer")
         vocab_size = None if tokenizer else saved["config"].get("vocab_size")
     if not folder and not Path(trained_on).exists():
@@ -61,9 +62,9 @@ def open_own_corpus(path, saved, folder):
         if trained_on == DEFAULT_STORE:
             how += ", or prepare it here with python data.py"
         raise UserError(f"{path} was trained on {trained_on}, which is not here; {how}")
-    if folder or looks_like_a_store(trained_on):
+    if folder or not reads_text or looks_like_a_store(trained_on):
         store = Store(folder or trained_on)
-    else:   # ablate.py reads text, too
+    else:
         store = open_corpus(trained_on, tokenizer, vocab_size)
     if store.digest != digest:
         why = f"was trained with another corpus or tokenizer than {folder or trained_on}"

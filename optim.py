@@ -420,7 +420,8 @@ def set_schedule(optimizer, step, steps, *, schedule="trapezoid", momentum_coold
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier * lr_scale
         group["weight_decay"] = group["initial_decay"] * decay
-        group["momentum"] = muon_momentum(step, progress, momentum_cooldown)
+        if group["kind"] == "muon":
+            group["momentum"] = muon_momentum(step, progress, momentum_cooldown)
         for name in ("equilibrate", "neumann"):
             tau = group.get(name + "_tau")
             group[name] = homotopy(step, tau) if tau else 0.0

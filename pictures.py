@@ -12,6 +12,7 @@ from pathlib import Path
 import stats
 from common import ROOT, add_flags, check_bounds, cli, flag, make_parser
 
+SCRIPTS = ("ablate", "audit", "bench", "eval_heldout", "train_oe", "train_wm")
 COLORS = {"scripts": "#dcebdc", "rooms": "#e4e9f2"}   # light: grey printers show the text
 
 
@@ -43,11 +44,11 @@ def reachable(name, graph):
 def house():
     """({file: the imports to draw}, [[files of a floor]]), the lowest floor first.
 
-    common.py, which all but three files import, and what stands alone are left out.
+    Drawn are SCRIPTS and what they import, all but common.py, which nearly all files import.
     """
     paths = {p.stem: p for p in sorted(ROOT.glob("*.py"))}
     graph = {name: imports_of(path, set(paths)) for name, path in paths.items()}
-    kept = [name for name in graph if name not in ("common", "pictures", "verify_props")]
+    kept = sorted(set(SCRIPTS).union(*(reachable(name, graph) for name in SCRIPTS)) - {"common"})
     arrows, floors = {}, {}
     for name in kept:
         indirect = set().union(*(reachable(other, graph) for other in graph[name]))

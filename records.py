@@ -17,6 +17,8 @@ from common import OWN_SCRIPTS, SCHEMA, UserError
 
 TOO_LARGE = 1e100  # beyond it sums of squares overflow; no loss is that large
 PREFERRED = ("val_bpb", "val_loss", "heldout_bpb")
+# flags that runs must share to be averaged or paired; eval_heldout.py may have scored one anew
+ALIKE = {"data_seed": "data order", "eval_tokens": "evaluation tokens"}
 KINDS = {"script": str, "arm": str, "seed": int, "status": str, "metrics": dict, "changed": dict}
 # files of the project that compute results; a run's own script is one too
 COMPUTING = {"model.py", "optim.py", "loss.py", "fast_weights.py", "batches.py", "data.py", "wm.py",
@@ -107,8 +109,8 @@ def clean(text):
 
 
 def show(value):
-    """A flag's value as a label shows it."""
-    return f"{value:g}" if isinstance(value, float) else clean(value)
+    """A flag's value as a label shows it, to the last digit: two rates are two arms."""
+    return repr(value).removesuffix(".0") if isinstance(value, float) else clean(value)
 
 
 # ---- one record ----
@@ -371,13 +373,30 @@ def usable(arm, metric, notes):
         else:
             kept[seed] = number(value)
             continue
-        line = f"left out: {arm.label}, seed {seed} ({run.path}): {why}"
-        notes += [line] if line not in notes else []   # another metric may have named it
+        leave_out(arm, seed, why, notes)
+    for key, word in ALIKE.items():
+        told = {seed: arm.runs[seed].config.get(key) for seed in kept}
+        (most, n), *others = Counter(told.values()).most_common() or [(None, 0)]
+        tied = bool(others) and others[0][1] == n
+        for seed, value in told.items():
+            if tied or value != most:
+                rest = "no majority among its seeds" if tied else f"{show(most)} in its other seeds"
+                leave_out(arm, seed, f"mixed {word}: {show(value)} here, {rest}", notes)
+                del kept[seed]
     return kept
+
+
+def leave_out(arm, seed, why, notes):
+    """Name a run that is left out; once, since another metric may have named it."""
+    line = f"left out: {arm.label}, seed {seed} ({arm.runs[seed].path}): {why}"
+    notes += [line] if line not in notes else []
 
 
 def changed_sources(runs):
     """The files that compute results and differ among these runs, where they say; sorted."""
     told = [run for run in runs if run.sources]
-    files = COMPUTING | ({told[0].script} if len({run.script for run in told}) == 1 else set())
-    return sorted(f for f in files if len({run.sources.get(f) for run in told}) > 1)
+    shared = {f: {run.sources[f] for run in told if f in run.sources} for f in COMPUTING}
+    # a copy differs from its original, but not from itself
+    own = {script: {run.sources.get(script) for run in told if run.script == script}
+           for script in {run.script for run in told}}
+    return sorted(f for f, digests in {**shared, **own}.items() if len(digests) > 1)

@@ -81,18 +81,22 @@ def interval_text(row):
 
 
 def improved_text(row):
+    """Seeds below 0, of how many."""
     return "-" if row.improved is None else f"{row.improved}/{row.n}"
 
 
 def ranges_text(row):
+    """The verdict of the seed ranges."""
     return {True: "separated", False: "overlap", None: "-"}[row.separated]
 
 
 def seeds_needed_text(row):
+    """Pairs that --power asks for."""
     return "-" if row.detectable is None else str(row.seeds_needed or "> 1,000,000")
 
 
 def marks_text(row):
+    """The remarks of a row."""
     return "; ".join(row.marks)
 
 
@@ -426,6 +430,7 @@ def inline(panels, alt):
 
 
 def html_list(lines):
+    """Lines as a list; every text is escaped."""
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
 
 

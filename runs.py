@@ -14,7 +14,7 @@ A script brings its flags, its model and its training step, and writes them down
         return run.finish(model, metrics)
 
 The run belongs to the script that was started: a copy of train_oe.py has names, records and
-checkpoints of its own. Every rank of a data-parallel run does all of this; rank 0 writes and speaks.
+checkpoints of its own. Every rank of a data-parallel run does all this; rank 0 writes and speaks.
 """
 import dataclasses
 import glob
@@ -23,6 +23,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -34,7 +35,7 @@ from tqdm import tqdm
 
 import common
 from batches import DEFAULT_STORE, Store
-from common import UserError
+from common import BadFile, UserError
 
 DIVERGED = 100.0   # a loss above this (nats) or NaN ends a run
 
@@ -53,6 +54,11 @@ def parse_command_line(doc, cls, arms, list_arms, argv=None):
                         help="print every arm with its flags and its published result")
     parser.add_argument("--json", action="store_true", help="with --list_arms: print JSON")
     given = vars(parser.parse_args(argv))
+    known = {f.name for f in common.flag_fields(cls)}
+    for name, flags in arms.items():
+        if unknown := sorted(flags.keys() - known):
+            why = f"there is no flag {', '.join(unknown)}"
+            raise UserError(f"arm {name} of ARMS: {why}; --help lists them")
     as_json = given.pop("json", False)
     if given.pop("list_arms", False):
         if given:
@@ -105,6 +111,11 @@ def flag_text(name, value):
     return re.sub(r"[^\w.+-]", "_", f"{name}{separator}{value}")
 
 
+def prefix(script):
+    """What the names of a script's files begin with: a copy's with its own name."""
+    return "" if script in common.OWN_SCRIPTS else f"{Path(script).stem}-"
+
+
 def run_name(script, config, base, size, label="", idle=()):
     """[<copy>-]<arm>_<size>[_<corpus>][_<flags>]_seed<seed>: a name that a person can read.
 
@@ -120,9 +131,21 @@ def run_name(script, config, base, size, label="", idle=()):
     words = [flag_text(name, value) for name, value in other.items()]
     if len(words) > 2:
         words = [common.short_hash(other)]
-    stem = "" if script in common.OWN_SCRIPTS else f"{Path(script).stem}-"
-    parts = [f"{stem}{config.arm}", size, label, *words, f"seed{config.seed}"]
+    parts = [f"{prefix(script)}{config.arm}", size, label, *words, f"seed{config.seed}"]
     return "_".join(part for part in parts if part)
+
+
+def identify(script, config, base, size, idle, store, device):
+    """(name, {what makes a run this run}): see run_name() and common.differences().
+
+    A --dtype that is the device's default in other words is no change.
+    """
+    default = common.pick_dtype(type(config).dtype, device)
+    if common.pick_dtype(config.dtype, device) == default:
+        idle = {*idle, "dtype"}
+    identity = {"script": script, "arm": config.arm, "seed": config.seed,
+                "changed": common.changed_flags(config, idle), "data_digest": store.digest}
+    return run_name(script, config, base, size, store.label, idle), identity
 
 
 # ---- the corpus ----
@@ -229,14 +252,14 @@ class Run:
     run_name(). idle: flags that act on nothing. store: the corpus, where it is not --data's store.
     show: draw a progress bar, or print ten lines where there is no terminal.
 
-    On entering: rank, world, device, dtype, autocast, store, name, changed, and `record`, which is
+    On entering: rank, world, device, dtype, autocast, store, name, identity, and `record`, which is
     None unless --resume found the run finished. Later: step (steps done), curve, train_s,
     asked_to_stop (truthy after a signal), and status: running, then finished, diverged or stopped.
     """
 
     def __init__(self, script, config, base, size, idle=(), store=None, show=True):
-        self.script, self.config, self.store, self.show = Path(script).name, config, store, show
-        self.base, self.size, self.idle = base, size, set(idle)
+        self.script, self.config, self.store, self.show = Path(script), config, store, show
+        self.naming = base, size, idle
         self.step, self.curve, self.train_s, self.status = 0, [], 0.0, "running"
         self.tokens_per_step = config.batch_size * config.seq_len
         self.parts, self.record = {}, None
@@ -252,7 +275,12 @@ class Run:
             if self.world > 1:
                 dist.barrier()
                 self.store = self.store or open_store(config.data)
-            self._settle_identity()
+            self.name, self.identity = identify(
+                self.script.name, config, *self.naming, self.store, self.device)
+            self.dtype = common.pick_dtype(config.dtype, self.device)
+            self.autocast = common.autocast(self.device, self.dtype)
+            self.flags = {**dataclasses.asdict(config), "dtype": str(self.dtype).split(".")[1],
+                          "data_digest": self.store.digest}
             self.result = Path(config.out) / f"{self.name}.json"
             self.checkpoint = Path(config.out) / f"{self.name}.ckpt"
             if self.rank == 0:
@@ -260,26 +288,12 @@ class Run:
                 self.record = self._claim()
             if self.world > 1 and self._anyone(self.record is not None):
                 self.record = self.record or {"status": "finished elsewhere"}
-            self.env = {**common.env_record(self.device), "ranks": self.world}
+            self.env = {**common.env_record(self.device, self.script), "ranks": self.world}
             self._stack = stack.pop_all()   # a refusal above gives everything back
         return self
 
     def __exit__(self, *error):
         return self._stack.__exit__(*error)
-
-    def _settle_identity(self):
-        """Dtype, name, and what makes this run this run (see common.differences)."""
-        config, digest = self.config, self.store.digest
-        self.dtype = common.pick_dtype(config.dtype, self.device)
-        self.autocast = common.autocast(self.device, self.dtype)
-        if self.dtype == common.pick_dtype(type(config).dtype, self.device):
-            self.idle.add("dtype")   # the default under another name
-        self.changed = common.changed_flags(config, self.idle)
-        self.name = run_name(self.script, config, self.base, self.size, self.store.label, self.idle)
-        self.identity = {"script": self.script, "arm": config.arm, "seed": config.seed,
-                         "changed": self.changed, "data_digest": digest}
-        self.flags = {**dataclasses.asdict(config), "dtype": str(self.dtype).split(".")[1],
-                      "data_digest": digest}
 
     def _claim(self):
         """Refuse to lose an earlier run's files. The record of a finished run under --resume."""
@@ -316,7 +330,7 @@ class Run:
             self.checkpoint.unlink(missing_ok=True)
         if not self.config.resume or not self.checkpoint.exists():
             return
-        keys = (*self.identity, "config", *parts, "step", "curve", "train_s")
+        keys = (*self.identity, "config", "sources", *parts, "step", "curve", "train_s")
         saved = common.load_checkpoint(self.checkpoint, keys)
         check_same(self.checkpoint, saved, self.identity)
         was, now = saved["config"].get("dtype"), self.flags["dtype"]
@@ -325,16 +339,23 @@ class Run:
         with common.reading(self.checkpoint):
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
-        self.step, self.curve, self.train_s = saved["step"], saved["curve"], saved["train_s"]
+            self.step, self.curve, self.train_s = saved["step"], saved["curve"], saved["train_s"]
+            if not 0 <= self.step == len(self.curve) <= self.config.steps or self.train_s < 0:
+                raise ValueError(self.step)
+            then, now = saved["sources"], self.env["sources"]
+            edited = [name for name in then if now.get(name, then[name]) != then[name]]
         if self.rank == 0 and self.show:
             print(f"resuming {self.name} at step {self.step}")
+        if self.rank == 0 and edited:
+            print(f"note: {', '.join(edited)} changed since step {self.step} of {self.name}",
+                  file=sys.stderr)
 
     def save(self):
         """Write a checkpoint; every rank calls it."""
         states = {name: part.state_dict() for name, part in self.parts.items()}
         if self.rank == 0:
             common.save_checkpoint(self.checkpoint, {
-                **self.identity, "config": self.flags,
+                **self.identity, "config": self.flags, "sources": self.env["sources"],
                 "model_config": dataclasses.asdict(self.parts["model"].cfg), **states,
                 "step": self.step, "curve": self.curve, "train_s": self.train_s})
 
@@ -401,10 +422,10 @@ class Run:
         timing = {"train_s": self.train_s, "tok_per_s": tokens / max(self.train_s, 1e-9),
                   "peak_mem_mib": common.peak_mem_mib(self.device)}
         self.record = {
-            "schema": common.SCHEMA, "script": self.script, "run": self.name,
+            "schema": common.SCHEMA, "script": self.script.name, "run": self.name,
             "arm": self.config.arm, "status": self.status, "config": self.flags,
-            "changed": self.changed, "depth": model.cfg.n_layer, "width": model.cfg.n_embd,
-            "seed": self.config.seed, "params": params or model.num_params(), "steps": self.step,
+            "changed": self.identity["changed"],
+            "depth": model.cfg.n_layer, "width": model.cfg.n_embd, "seed": self.config.seed, "params": params or model.num_params(), "steps": self.step,
             "tokens": tokens, "metrics": metrics, "curve": self.curve if curve is None else curve,
             "timing": timing, "env": self.env}
         if self.rank == 0 and self.status != "stopped":
@@ -412,24 +433,27 @@ class Run:
         return self.record
 
 
-def check_same(path, old, new):
-    """UserError unless the checkpoint or record `old` belongs to the run `new`."""
-    with common.reading(path):
+def check_same(path, old, new, what="checkpoint"):
+    """BadFile unless the checkpoint or result `old` belongs to the run `new`."""
+    with common.reading(path, what):
         found = common.differences(old, new)
     if found:
         how = "pass the same flags and --data, or name another --out"
-        raise UserError(f"{path} is another run: {', '.join(found)}; {how}")
+        raise BadFile(f"{path} is another run: {', '.join(found)}; {how}")
 
 
 def read_record(path, identity):
-    """The record of a finished run; UserError when it is damaged or another run's."""
+    """The record of a finished run; BadFile when it is damaged or another run's."""
     with common.reading(path, "result"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        record["data_digest"] = record["config"]["data_digest"]
-        if record["status"] not in ("finished", "diverged"):
+        digest = record["config"]["data_digest"]
+        float(record["params"]["total"]), float(record["timing"]["train_s"])
+        if record["status"] == "finished":
+            # null: the scored tokens hold no bytes
+            float(record["metrics"]["val_loss"]), float(record["metrics"]["val_bpb"] or 0)
+        elif record["status"] != "diverged":
             raise ValueError(record["status"])
-    check_same(path, record, identity)
-    del record["data_digest"]
+    check_same(path, {**record, "data_digest": digest}, identity, "result")
     return record
 
 
@@ -445,7 +469,8 @@ def announce(record, out):
         print(f"diverged at step {record['steps']} (loss {loss}); see {path}")
         return 0
     metrics, timing = record["metrics"], record["timing"]
-    print(f"val {metrics['val_bpb']:.4f} bpb, held-out {metrics['heldout_bpb']:.4f} bpb "
-          f"({timing['train_s']:.0f} s of training, {timing['tok_per_s']:,.0f} tok/s, "
-          f"peak {timing['peak_mem_mib']:,.0f} MiB); {path}")
+    with common.reading(path, "result"):
+        print(f"val {metrics['val_bpb']:.4f} bpb, held-out {metrics['heldout_bpb']:.4f} bpb "
+              f"({timing['train_s']:.0f} s of training, {timing['tok_per_s']:,.0f} tok/s, "
+              f"peak {timing['peak_mem_mib']:,.0f} MiB); {path}")
     return 0

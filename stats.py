@@ -39,7 +39,7 @@ from typing import Optional
 import report
 from common import (UserError, add_flags, atomic_path, check_bounds, cli, flag, make_parser,
                     published)
-from records import (Batch, batch_of, changed_sources, clean, default_metrics, expand,
+from records import (ALIKE, Batch, batch_of, changed_sources, clean, default_metrics, expand,
                      known_metrics, make_arms, number, read_all, show, usable, varying)
 from report import Row
 
@@ -53,7 +53,6 @@ ASKS = {"contrast": "difference of two arms, instead of the default contrasts; m
         "dod": "difference of two differences, over the seeds that all four arms have",
         "ratio": "ratio of two mean differences; descriptive, without an interval"}
 # what pairs must agree in, where both runs say
-ALIKE = {"data_seed": "data order", "eval_tokens": "evaluation tokens"}
 
 
 @dataclass(frozen=True)

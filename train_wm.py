@@ -22,7 +22,7 @@ import runs
 from batches import DEFAULT_STORE, BestFitBatches, evaluate_splits
 from common import UserError, flag
 from model import GPT, GPTConfig
-from wm import METHODS, Rule, group_size, set_rates
+from wm import METHOD_FLAGS, METHODS, Rule, group_size, set_rates
 from wm_kernels import choose_impl
 from wm_pipeline import Pipeline, forward
 
@@ -321,7 +321,7 @@ def idle(config):
     method = METHODS[config.method]
     layers, muon = "layers" in method.learns, config.hidden_opt == "muon"
     q, k = "q" in config.active, "k" in config.active
-    flags = set().union(*(other.flags for other in METHODS.values())) - method.flags
+    flags = METHOD_FLAGS - method.flags
     parts = {  # flags: do they act?
         "hidden_opt hidden_lr ve_lr": layers,
         "hidden_beta": layers and muon,

@@ -252,6 +252,7 @@ class Layer:
 
 
 def layer_of(model, packet, i, gamma, rule, readers):
+    """What stage 1 reads of layer i; gamma: the share of its output that reaches x_L."""
     source, attn = packet.source, model.blocks[i].attn
     u = source.bus * gamma
     own = packet.layer(i, u)
@@ -592,15 +593,25 @@ def sr_np(model, packet, targets, rule):
 
 # ---- the methods ----
 
+NOW = {2: 0, 1: 0}
+DRAWS = {"sigma", "draws"}
+STREAMS = {"sigma", "streams", "scale_factor", "project", "tangent", "center", "wte_route",
+           "packet_dtype", "precision"}
+DELAYED = STREAMS | {"clock", "filtered_v", "reader", "qk_probe", "gamma_k", "probes",
+                     "unit_rms_qk", "tangent_qk"}
+METHOD_FLAGS = DELAYED | DRAWS   # flags of Rule that not all methods have
+
+
 @dataclass(frozen=True)
 class Method:
     """How a method finds its gradients: stages, gradients, autograd, or the head's alone.
 
     stages: {stage: (model, packet, rule, readers, world) -> {name: pseudo-gradient}}. gradients:
     (model, packet, targets, rule) -> the same. autograd: by a backward pass. delays: {stage: age of
-    a packet when its credit is installed}. late: rewards come from the batch of the step that
-    builds them. learns: the parts that have a rule. probes_qk: so have q, k and temperatures.
-    min_draws: fewer give no credit. flags: those that act, of those that not all methods have.
+    a packet when its credit is installed}; gradients come in their own step. late: rewards come
+    from the batch of the step that builds them. learns: the parts that have a rule. probes_qk: so
+    have q, k and temperatures. min_draws: fewer give no credit. flags: those of METHOD_FLAGS that
+    act; all of them where a row does not say.
     """
     stages: dict = field(default_factory=dict)
     gradients: Callable = None
@@ -610,21 +621,15 @@ class Method:
     learns: tuple = ("lm_head", "wte", "layers")
     probes_qk: bool = False
     min_draws: int = 1
-    flags: set = field(default_factory=set)
+    flags: set = field(default_factory=METHOD_FLAGS.copy)
 
 
-NOW = {2: 0, 1: 0}
-DRAWS = {"sigma", "draws"}
-STREAMS = {"sigma", "streams", "scale_factor", "project", "tangent", "center", "wte_route",
-           "packet_dtype", "precision"}
-DELAYED = STREAMS | {"clock", "filtered_v", "reader", "qk_probe", "gamma_k", "probes",
-                     "unit_rms_qk", "tangent_qk"}
 METHODS = {
     "wm": Method({2: stage2, 1: stage1}, probes_qk=True, flags=DELAYED),
-    "backprop": Method(autograd=True, probes_qk=True),
-    "sr_lnp": Method(gradients=sr_lnp, delays=NOW, flags=DRAWS),
-    "sr_np": Method(gradients=sr_np, delays=NOW, min_draws=2, flags=DRAWS),
-    "head_only": Method(learns=("lm_head",)),
+    "backprop": Method(autograd=True, probes_qk=True, flags=set()),
+    "sr_lnp": Method(gradients=sr_lnp, flags=DRAWS),
+    "sr_np": Method(gradients=sr_np, min_draws=2, flags=DRAWS),
+    "head_only": Method(learns=("lm_head",), flags=set()),
     "lexical_only": Method({2: lexical_stage2}, delays=NOW, flags=STREAMS,
                            learns=("lm_head", "wte")),
     "mismatched_origin": Method({2: stage2, 1: stage1}, late=True, probes_qk=True,

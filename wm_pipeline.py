@@ -18,7 +18,7 @@ import common
 from common import UserError, derive_seed
 from model import norm
 from optim import retract_spherical_
-from wm import (CLOCKS, METHODS, active_weights, bus_credit, head_scores, make_optimizer,
+from wm import (CLOCKS, METHODS, NOW, active_weights, bus_credit, head_scores, make_optimizer,
                 make_readers, set_rates)
 from wm_kernels import signs
 
@@ -196,7 +196,7 @@ class Pipeline:
         check_model(model.cfg, rule)
         self.model, self.rule, self.seed, self.rank, self.world = model, rule, seed, rank, world
         self.method = METHODS[rule.method]
-        self.delays = self.method.delays
+        self.delays = NOW if self.method.gradients else self.method.delays
         self.active = active_weights(model, rule)
         self.weights = {name: p for stage in self.active.values() for name, p in stage.items()}
         for name, p in model.named_parameters():

@@ -791,6 +791,19 @@ def broken_results(record):
         yield json.dumps({**record, key: value})
 
 
+def test_a_damaged_checkpoint_is_named_and_blocks_no_other(store, tmp_path, capsys):
+    ablate.main(one(store, tmp_path))
+    path = only(tmp_path)
+    path.unlink()
+    path.with_suffix(".ckpt").write_text("x")
+    assert ablate.main(argv(store, tmp_path, configs=["modern", "pos"], seeds=(0,))) == 2
+    said = capsys.readouterr()
+    assert f"{path.with_suffix('.ckpt')} is truncated" in said.err
+    assert finished(said.out)[-1] == ("pos", "0")
+    path.with_suffix(".ckpt").unlink()
+    assert ablate.main(argv(store, tmp_path, configs=["modern", "pos"], seeds=(0,))) == 0
+
+
 def test_a_damaged_result_is_named_and_blocks_no_other(store, tmp_path, capsys):
     ablate.main(one(store, tmp_path))
     path = only(tmp_path)

@@ -96,9 +96,16 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["tpu", "meta", "xpu", "cuda:x", "", "CPU"])
+@pytest.mark.parametrize("name", ["tpu", "meta", "xpu", "cuda:x", "", "CPU", "cuda:1000"])
 def test_unknown_devices(name):
     with pytest.raises(UserError, match="no device"):
+        common.pick_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:256", "cuda:999"])
+def test_devices_that_are_not_here(name):
+    with pytest.raises(UserError, match="--device cpu"):
         common.pick_device(name)
 
 

@@ -122,6 +122,13 @@ def test_its_corpus_is_found_again_or_named(ckpt, store, tmp_path, monkeypatch, 
         monkeypatch.chdir(tmp_path)
         refused(f"trained on {old}, which is not here; .*{how}", ckpt)
     assert "val" in said(capsys, ckpt, "--data", moved)
+    # a folder that is no store any more is not read as text: this checkpoint never saw text
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    write_corpus(texts)
+    common.save_checkpoint(ckpt, {**saved, "config": {**saved["config"], "data": str(texts)}})
+    refused("is not a store", ckpt)
+    assert not (tmp_path / "stores").exists()
 
 
 def test_sampling_continues_the_text(trained, capsys):

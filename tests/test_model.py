@@ -485,7 +485,7 @@ def test_illegal_ablations_are_refused_with_a_reason(kw, reason):
 @pytest.mark.parametrize("kw", [
     dict(oe_m=-1), dict(qk_scale="half"), dict(wte_route="both"), dict(window_pattern="X"),
     dict(window_pattern=""), dict(shared_eps=0.0), dict(head_dim=3), dict(depth=0),
-    dict(ffn="gelu"), dict(vocab_size=0), dict(norm_eps=-1.0)])
+    dict(ffn="none of them"), dict(vocab_size=0), dict(norm_eps=-1.0)])
 def test_illegal_backbones_are_refused(kw):
     with pytest.raises(UserError):
         GPTConfig.backbone(**{"depth": 2, **kw})

@@ -96,6 +96,16 @@ def test_normuon_equals_loops_and_keeps_the_norm(shape):
 
 # ---- equilibration and whitening ----
 
+def test_the_schedules_momentum_is_muons():
+    groups = [dict(params=[torch.nn.Parameter(torch.ones(2, 2))], kind=kind) for kind in KINDS]
+    optimizer = MuonAdamW(groups)
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.123          # a rule's own
+    set_schedule(optimizer, 5, 200)
+    told = {group["kind"]: group["momentum"] for group in optimizer.param_groups}
+    assert told.pop("muon") != 0.123 and set(told.values()) == {0.123}
+
+
 def test_equilibrate_identity_limit_and_loops():
     M = random(7, 12) * torch.logspace(-2, 2, 7, dtype=torch.float64)[:, None]
     assert torch.equal(equilibrate(M, 0.0), M)
@@ -399,7 +409,7 @@ def test_unknown_kinds_and_what_a_kind_cannot_update_are_refused():
     for p, kind in ((vector, "muon"), (vector, "oe"), (stack, "oe")):
         with pytest.raises(ValueError, match="matrices only"):
             MuonAdamW([dict(params=[p], kind=kind)])
-    with pytest.raises(UserError, match="none of adamw, muon"):
+    with pytest.raises(UserError, match="is none of adamw"):
         native_groups(small_model().roles(), 64, matrix_kind="oe")
     with pytest.raises(ValueError, match="closure"):
         MuonAdamW([dict(params=[stack], kind="muon")]).step(lambda: 0)

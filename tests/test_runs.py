@@ -333,7 +333,55 @@ def test_a_damaged_result_is_refused(store, tmp_path, text):
 
 def test_a_loop_that_logs_nothing_is_a_defect(store, tmp_path):
     config = train_oe.parse(flags(store, tmp_path))
-    with runs.Run("mine.py", config, *train_oe.naming(config)) as mine:
+    with runs.Run(__file__, config, *train_oe.naming(config)) as mine:
         with pytest.raises(RuntimeError, match="run.log"):
             for _ in mine.steps():
                 pass
+
+
+@pytest.mark.parametrize("change", [dict(step=-3), dict(step=99), dict(curve=[]),
+                                    dict(train_s="x"), dict(train_s=-1.0)])
+def test_a_checkpoint_that_cannot_be_is_damaged(store, tmp_path, change):
+    record = run(store, tmp_path)
+    path = tmp_path / f"{record['run']}.ckpt"
+    path.with_suffix(".json").unlink()
+    common.save_checkpoint(path, {**common.load_checkpoint(path), **change})
+    refused(flags(store, tmp_path, resume=True), "damaged")
+
+
+def test_a_checkpoint_goes_on_in_its_own_dtype(store, tmp_path, monkeypatch):
+    """--dtype auto is bfloat16 on CUDA and float32 here: both are the default, under one name."""
+    real = common.pick_dtype
+
+    def as_on_cuda(name, device):
+        return torch.bfloat16 if name == "auto" else real(name, device)
+    with monkeypatch.context() as m:
+        m.setattr(common, "pick_dtype", as_on_cuda)
+        signal_at(1, m)
+        run(store, tmp_path)
+    refused(flags(store, tmp_path, resume=True), "bfloat16")
+
+
+def test_an_edited_script_is_told_when_its_run_goes_on(store, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as m:
+        signal_at(1, m)
+        run(store, tmp_path)
+    (path,) = tmp_path.glob("*.ckpt")
+    saved = common.load_checkpoint(path)
+    assert {"train_oe.py", "model.py"} <= saved["sources"].keys()
+    saved["sources"]["model.py"] = "another"
+    common.save_checkpoint(path, saved)
+    assert run(store, tmp_path, resume=True)["status"] == "finished"
+    assert "model.py changed since step 2" in capsys.readouterr().err
+
+
+def test_a_row_with_an_unknown_flag_is_named(monkeypatch):
+    monkeypatch.setitem(train_oe.ARMS, "mine", dict(muon_rate=0.02))
+    for argv in (["--arm", "mine"], ["--list_arms"]):
+        with pytest.raises(UserError, match="arm mine of ARMS: there is no flag muon_rate"):
+            train_oe.parse(argv)
+
+
+def test_a_lock_that_was_removed_ends_no_run_badly(tmp_path):
+    with runs.locked(tmp_path / "run.json"):
+        (tmp_path / ".run.json.lock").unlink()

@@ -800,3 +800,32 @@ def test_help_names_every_flag():
                  "mixed"):
         assert f"--{word}" in out
     assert "Exit code" in out
+
+
+def test_an_arm_averages_no_scores_over_different_amounts_of_text(results):
+    """eval_heldout.py may have scored one seed anew, over all tokens."""
+    for seed, tokens in ((1, 500), (2, 500), (3, 0)):
+        results("a", seed, 3.0 + seed, config={"eval_tokens": tokens})
+    got = load(results.folder)
+    assert got["arms"][0]["n"] == 2 and got["arms"][0]["mean"] == 4.5
+    assert any("seed 3" in n and "mixed evaluation tokens: 0 here, 500" in n for n in got["notes"])
+    results("a", 4, 7.0, config={"eval_tokens": 0})
+    code, _, err = run(results.folder)
+    assert code == 2 and "no majority among its seeds" in err
+
+
+def test_two_rates_that_nearly_agree_are_two_arms(results):
+    for seed, rate in enumerate((0.0123456, 0.01234561, 0.0123456), 1):
+        results("a", seed, 3.0, changed={"muon_lr": rate})
+    assert {name: a["n"] for name, a in arms(results.folder).items()} == {
+        "a [muon_lr=0.0123456]": 2, "a [muon_lr=0.01234561]": 1}
+
+
+def test_a_copy_edited_between_two_runs_is_told(results):
+    """Beside its original a copy is another script; beside its own other runs it is edited."""
+    write(results, x=(3.0, 3.1))
+    for seed, digest in ((1, "one"), (2, "two")):
+        sources = {"model.py": SOURCES["model.py"], "mine.py": digest}
+        results("x", seed, 2.9, script="mine.py", env={"sources": sources})
+    notes = load(results.folder)["notes"]
+    assert any("not the same code: mine.py changed" in note for note in notes), notes

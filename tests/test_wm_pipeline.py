@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 
+import train_wm
 import wm
 import wm_pipeline
 from common import UserError
@@ -257,8 +258,10 @@ def test_a_new_comparator_is_a_row(monkeypatch):
     """A function and a row of METHODS: it trains, and what it returns is installed at once."""
     def sign_of_nothing(model, packet, targets, rule):
         return {"wte.weight": torch.full_like(model.wte.weight, rule.sigma)}
-    row = Method(gradients=sign_of_nothing, delays=wm.NOW, learns=("lm_head", "wte"))
+    row = Method(gradients=sign_of_nothing, learns=("lm_head", "wte"))
     monkeypatch.setitem(METHODS, "mine", row)
+    # a row that does not say which flags act leaves none of them idle
+    assert not train_wm.idle(train_wm.Config(method="mine")) & {"sigma", "draws", "streams"}
     pipeline, _ = run(1, method="mine")
     assert pipeline.weights.keys() == {"lm_head.weight", "wte.weight"}
     assert (pipeline.model.wte.weight.grad == 0.01).all() and not pipeline.packets
